@@ -1,0 +1,1 @@
+"""The paper's figures as runnable experiments: one file per claim, ``python -m experiments.reproduce`` for all."""

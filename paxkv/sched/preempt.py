@@ -1,0 +1,20 @@
+"""How a victim gives up its pages (paper section 4.5)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from paxkv.config import PreemptionMode
+from paxkv.sched.sequence import Group
+
+
+def choose_mode(group: Group, preference: PreemptionMode) -> Literal["recompute", "swap"]:
+    """Recompute for groups of one sequence, swap for wider ones, unless one kind is forced.
+
+    A group that is still in prefill has nothing worth moving: it is recomputed.
+    """
+    if not group.decoding:
+        return "recompute"
+    if preference == "auto":
+        return "swap" if len(group.seqs) > 1 else "recompute"
+    return preference

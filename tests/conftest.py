@@ -1,0 +1,37 @@
+"""Fixtures and settings shared by all tests."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+import hypothesis
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+# The same examples in every run, on every machine, with nothing stored between runs.
+hypothesis.settings.register_profile("paxkv", derandomize=True, deadline=None, database=None, max_examples=50)
+hypothesis.settings.load_profile("paxkv")
+
+
+@pytest.fixture(scope="session")
+def repo_root() -> pathlib.Path:
+    """The checkout's root folder."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> pathlib.Path:
+    """The folder of the real traces: ``PAXKV_SHARED``, else ``../shared/data`` beside the checkout; skips without one.
+
+    Every test that takes this fixture has a twin on seeded data that never skips, so a checkout without the traces
+    still tests the same rule.
+    """
+    override = os.environ.get("PAXKV_SHARED")
+    folder = pathlib.Path(override) if override else ROOT.parent / "shared" / "data"
+    if not folder.is_dir():
+        if override:
+            pytest.fail(f"PAXKV_SHARED={override} is not a folder; unset it or correct it")
+        pytest.skip(f"no real traces at {folder}; set PAXKV_SHARED to their folder (the seeded twin of this test ran)")
+    return folder
