@@ -65,7 +65,8 @@ class Preempted:
     Attributes:
         mode: ``recompute`` or ``swap``.
         cause: what made it necessary.
-        tokens_lost: tokens whose keys and values must be computed again (0 when swapped).
+        tokens_lost: tokens whose keys and values must be computed again (0 when swapped), except those that the
+            prefix cache still has then.
         pages_freed: device pages that became free.
     """
 

@@ -17,13 +17,22 @@ def _field(tag: bytes, data: bytes) -> bytes:
     return tag + len(data).to_bytes(8, "little") + data
 
 
+def can_hash(ids: Ids[int]) -> bool:
+    """Whether :func:`page_key` takes these ids."""
+    try:
+        array("q", ids)
+    except (TypeError, OverflowError):
+        return False
+    return True
+
+
 def root_key(salt: str | None = None, adapter: str | None = None) -> bytes:
     """The parent of a sequence's first page: 32 bytes that name the adapter and the salt."""
     parts = [_field(b"paxkv-page", b"1")]
     if adapter is not None:
-        parts.append(_field(b"adapter", adapter.encode()))
+        parts.append(_field(b"adapter", adapter.encode("utf-8", "surrogatepass")))
     if salt is not None:
-        parts.append(_field(b"salt", salt.encode()))
+        parts.append(_field(b"salt", salt.encode("utf-8", "surrogatepass")))
     return hashlib.sha256(b"".join(parts)).digest()
 
 
@@ -31,7 +40,7 @@ def page_key(parent: bytes, ids: Ids[int]) -> bytes:
     """The key of a full page with token ``ids`` whose predecessor has key ``parent``.
 
     Raises:
-        OverflowError: an id outside the signed 64-bit range.
+        OverflowError: an id outside the signed 64-bit range (see :func:`can_hash`).
     """
     tokens = array("q", ids)
     return hashlib.sha256(_field(b"parent", parent) + _field(b"tokens", tokens.tobytes())).digest()

@@ -98,6 +98,10 @@ class Memory(abc.ABC):
     def advance(self, tick: int, steps: int) -> None:
         """Gives the slots of the steps after the first of a horizon that began at ``tick``."""
 
+    def fork(self, group: Group) -> Copies:
+        """The prompt is computed, by the first sequence for all. Returns page copies to make before the next step."""
+        return []
+
     def reorder(self, group: Group, parents: tuple[int, ...], stored: int) -> Copies:
         """Beam i continues beam ``parents[i]``. Returns page copies to make before the next step."""
         return []

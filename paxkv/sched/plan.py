@@ -34,9 +34,9 @@ class StepPlan:
         step: index of the first step that the plan covers.
         prefills: prompt chunks.
         decodes: ids of the sequences that get one token per step.
-        copies: page copies (source, destination) to make first, for copy-on-write.
-        swap_out: (device page, host page) pairs to copy before the step.
-        swap_in: (host page, device page) pairs to copy before the step.
+        swap_out: (device page, host page) pairs to copy first: what follows may write these device pages.
+        swap_in: (host page, device page) pairs to copy next.
+        copies: page copies (source, destination) to make last before the step, for copy-on-write.
         admitted, preempted: what changed, with reasons.
         blocked: why the head of the waiting queue stays there, or None when nothing waits.
         horizon: the most steps that can run before a new decision is needed. It ends where a sequence
@@ -46,15 +46,16 @@ class StepPlan:
         context_tokens: tokens whose keys and values the decodes of the first step read.
         context_pages: pages of those tokens, summed over sequences.
         growth: pages allocated by the second and later steps of the horizon, cyclic with the page size.
-        beams: (request id, width) of the groups whose parents the executor must choose.
+        beams: (request id, width) of the groups whose parents the executor must choose: those that decode, and
+            those whose recomputation ends in this step.
     """
 
     step: int
     prefills: tuple[Chunk, ...]
     decodes: tuple[int, ...]
-    copies: tuple[tuple[int, int], ...]
     swap_out: tuple[tuple[int, int], ...]
     swap_in: tuple[tuple[int, int], ...]
+    copies: tuple[tuple[int, int], ...]
     admitted: tuple[Admitted, ...]
     preempted: tuple[Preempted, ...]
     blocked: Blocked | None

@@ -8,6 +8,13 @@ from paxkv.config import PreemptionMode
 from paxkv.sched.sequence import Group
 
 
+def tokens_lost(group: Group, stored: int, page_size: int) -> int:
+    """Tokens to compute again for a group whose sequences have ``stored`` tokens each, those of pages that they will
+    share counted once, those not computed yet left out."""
+    apart = (len(group.seqs) - 1) * max(0, stored - group.common_tokens(page_size))
+    return stored + apart - sum(end - start for _, start, end in group.jobs)
+
+
 def choose_mode(group: Group, preference: PreemptionMode) -> Literal["recompute", "swap"]:
     """Recompute for groups of one sequence, swap for wider ones, unless one kind is forced.
 

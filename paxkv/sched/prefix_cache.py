@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from paxkv.sched.eviction import ORDERS
 from paxkv.sched.events import Miss
+from paxkv.sched.eviction import ORDERS
 
 EVICTED_KEYS_REMEMBERED = 65536
 """How many evicted keys are kept to explain a miss."""

@@ -111,6 +111,11 @@ class ReservedMemory(Memory):
         return 1 << (-(-tokens // self.page_size) - 1).bit_length()
 
     def never_fits(self, request: Request, target: int) -> str | None:
+        if request.prompt_tokens + target > self.max_model_len:
+            return (
+                f"prompt and output have {request.prompt_tokens + target} tokens, a reservation has at most "
+                f"{self.max_model_len}; shorten the request"
+            )
         tokens = self.reserve_tokens(request.prompt_tokens, target)
         size = self._chunk_pages(tokens)
         fresh = BuddyAllocator(self.num_pages, self._buddies.region)
@@ -122,7 +127,9 @@ class ReservedMemory(Memory):
         )
 
     def admit(self, group: Group, *, alone: bool, budget: int | None) -> Blocked | None:
-        if budget is not None and group.known > budget:
+        # A group that already generated tokens has sequences that differ; none can be computed for another.
+        jobs = group.seqs if group.known > group.request.prompt_tokens else group.seqs[:1]
+        if budget is not None and len(jobs) * group.known > budget:
             return Blocked.BUDGET
         tokens = self.reserve_tokens(group.request.prompt_tokens, group.target)
         size = self._chunk_pages(tokens)
@@ -139,7 +146,7 @@ class ReservedMemory(Memory):
             seq.table = list(range(start, start + pages))
         self._held[group] = (tokens, size)
         self._account(group, len(group.seqs))
-        group.jobs = [[group.seqs[0], 0, group.known]]
+        group.jobs = [[seq, 0, group.known] for seq in jobs]
         return None
 
     def _account(self, group: Group, sequences: int) -> None:
@@ -175,6 +182,11 @@ class ReservedMemory(Memory):
         for j in range(1, rest + 1):
             grown += self._crossings[(tick + j) % self.page_size]
         self._read_pages += grown
+
+    def fork(self, group: Group) -> Copies:
+        first, *others = group.seqs
+        pages = -(-group.known // self.page_size)
+        return [(first.table[index], seq.table[index]) for seq in others for index in range(pages)]
 
     def reorder(self, group: Group, parents: tuple[int, ...], stored: int) -> Copies:
         # Nothing is shared: a beam that takes another's place copies all of its tokens.

@@ -13,19 +13,34 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from collections.abc import Iterable
 from typing import Protocol
 
 from paxkv.config import SchedulerConfig
 from paxkv.metrics import Counters
 from paxkv.request import Request
-from paxkv.sched import beam
+from paxkv.sched import beam, hashing
 from paxkv.sched.check import check_scheduler
 from paxkv.sched.events import Admitted, Blocked, Miss, Preempted, RequestRejected, SchedulerStalled
 from paxkv.sched.memory import Copies, Memory
 from paxkv.sched.plan import Chunk, StepOutcome, StepPlan, StepResult
-from paxkv.sched.preempt import choose_mode
+from paxkv.sched.preempt import choose_mode, tokens_lost
 from paxkv.sched.sequence import Group, GroupState
 from paxkv.sched.waste import Usage
+
+
+def _requeue(queue: deque[Group], group: Group) -> None:
+    """Puts a victim back into a queue kept in arrival order: nearly always at its head."""
+    index = 0
+    while index < len(queue) and queue[index].order < group.order:
+        index += 1
+    queue.insert(index, group)
+
+
+def _completes(group: Group, prefills: Iterable[Chunk]) -> bool:
+    """Whether the chunks are all that a group in prefill still needs."""
+    done = {chunk.seq_id: chunk.start + chunk.count for chunk in prefills}
+    return all(done.get(seq.seq_id, start) >= end for seq, start, end in group.jobs)
 
 
 class ForcePolicy(Protocol):
@@ -74,6 +89,7 @@ class Scheduler:
         self._beams: dict[Group, None] = {}
         self._wide: dict[Group, None] = {}  # running groups of several sequences
         self._deadlines: list[tuple[int, int, int, Group]] = []  # tick of the last token, order, epoch
+        self._max_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)  # a decode is a token of the step
         self._num_seqs = 0
         self._num_decoding_groups = 0
         self._num_prefill_groups = 0
@@ -81,6 +97,7 @@ class Scheduler:
         self._next_order = 0
         self._next_seq_id = 0
         self._plan: StepPlan | None = None
+        self._copies: Copies = []  # that the next plan must make
         self._released: list[int | str] = []
 
     # --- requests --------------------------------------------------------------------------------
@@ -100,11 +117,14 @@ class Scheduler:
                 f"the prompt has {request.prompt_tokens} tokens and max_model_len is {limit}, "
                 "which leaves no room for an output token; shorten the prompt",
             )
-        if request.num_seqs > self.config.max_num_seqs:
+        if request.num_seqs > self._max_seqs:
             raise RequestRejected(
                 request.request_id,
-                f"it has {request.num_seqs} sequences and max_num_seqs is {self.config.max_num_seqs}; ask for fewer",
+                f"it has {request.num_seqs} sequences, max_num_seqs is {self.config.max_num_seqs} and "
+                f"max_num_batched_tokens is {self.config.max_num_batched_tokens}; ask for fewer",
             )
+        if request.prompt_ids is not None and not hashing.can_hash(request.prompt_ids):
+            raise RequestRejected(request.request_id, "prompt_ids must be whole numbers of at most 64 bits; mend them")
         target = min(request.max_tokens, limit - request.prompt_tokens)
         reason = self.memory.never_fits(request, target)
         if reason is not None:
@@ -180,7 +200,7 @@ class Scheduler:
         preempted: dict[Group, Preempted] = {}
         swap_out: Copies = []
         swap_in: Copies = []
-        copies: Copies = []
+        copies, self._copies = self._copies, []
         prefills: list[Chunk] = []
         admitted: list[Admitted] = []
         blocked: Blocked | None = None
@@ -188,19 +208,19 @@ class Scheduler:
         self._num_prefill_groups = 0
         if self._force is not None:
             memory.evict(self._force.evict(self.step))
-            for victim, mode in self._force.preempt(self.step, list(self._running)):
+            for victim, mode in self._force.preempt(self.step, [g for g in self._running if not g.held]):
                 self._preempt(victim, "forced", preempted, swap_out, mode)
 
         prompts_only = self.config.step_kind == "prompts_only"
         if prompts_only and not preempted:
-            self._continue_prefills(0, prefills)
-            blocked = self._admit(0, preempted, prefills, admitted)
+            used = self._continue_prefills(0, prefills)
+            blocked = self._admit(used, preempted, prefills, admitted)
         decode = bool(self._decoding) and not (prompts_only and prefills)
         if decode:
             if memory.fits(tick, self._width()):
-                copies = memory.grow(tick)
+                copies += memory.grow(tick)
             else:
-                copies = self._grow_tight(preempted, swap_out)
+                copies += self._grow_tight(preempted, swap_out)
         if self._swapped and not swap_out and not (prompts_only and prefills):
             self._swap_in(preempted, swap_in, copies)
         if not prompts_only:
@@ -211,6 +231,9 @@ class Scheduler:
 
         if not (prefills or decodes or preempted):
             raise SchedulerStalled(f"requests wait and none could be scheduled ({blocked}):\n{self.dump()}")
+        beams = list(self._beams) if decodes and self._beams else []
+        if prefills:
+            beams += self._resuming_beams(prefills)
         horizon, growth = 1, ()
         if decodes and not (self._prefilling or preempted or swap_in or self._beams or self._force):
             horizon, growth = memory.horizon(tick, self._steps_to_deadline(), self._width())
@@ -230,26 +253,32 @@ class Scheduler:
             context_tokens=self._offsets + len(self._decoding) * tick if decodes else 0,
             context_pages=memory.context_pages() if decodes else 0,
             growth=growth,
-            beams=tuple((g.request.request_id, len(g.seqs)) for g in self._beams) if decodes and self._beams else (),
+            beams=tuple((group.request.request_id, len(group.seqs)) for group in beams),
         )
         if self._check:
             check_scheduler(self, tick + bool(decodes))
         return self._plan
+
+    def _resuming_beams(self, prefills: list[Chunk]) -> list[Group]:
+        """Beam groups whose recomputation ends with these chunks: their next tokens compete again."""
+        groups = [group for group in self._prefilling if group.request.beam and group.generated_at(self.tick) > 0]
+        return [group for group in groups if _completes(group, prefills)]
 
     def _width(self) -> int:
         return max((len(group.seqs) for group in self._wide), default=1) if self._wide else 1
 
     def _steps_to_deadline(self) -> int:
         deadlines = self._deadlines
-        while deadlines and deadlines[0][3].epoch != deadlines[0][2]:
+        while deadlines and (deadlines[0][3].epoch != deadlines[0][2] or deadlines[0][3].held):
             heapq.heappop(deadlines)
-        limit = deadlines[0][0] - self.tick if deadlines else self.config.max_horizon
+        limit = deadlines[0][0] - self.tick if deadlines else 1  # none: the rest of a static batch was aborted
         return min(limit, self.config.max_horizon)
 
     def _grow_tight(self, preempted: dict[Group, Preempted], swap_out: Copies) -> Copies:
         """The paper's loop: each group in order must pass the can-append test, else the last one goes."""
         memory, tick, copies = self.memory, self.tick, []
-        order = list(self._running)
+        # A group that was swapped in may stand before one that arrived earlier and was recomputed.
+        order = sorted(self._running, key=lambda group: group.order)
         i = 0
         while i < len(order):
             group = order[i]
@@ -283,32 +312,33 @@ class Scheduler:
             self._stop(group)
         self._prefilling.pop(group, None)
         stored = group.known - 1 if was_decoding else group.known
-        computed = stored if was_decoding else (group.jobs[0][1] if group.jobs else 0)
+        lost = tokens_lost(group, stored, memory.page_size)
         pairs = memory.swap_out(group, stored) if mode == "swap" and was_decoding else None
         if mode == "swap" and pairs is None:
-            mode, cause = "recompute", cause + "; the host pool has no room for its pages"
+            mode = "recompute"
+            cause += "; the host pool has no room for its pages" if was_decoding else "; its prompt is not complete"
         if pairs is not None:
             swap_out += pairs
             group.state = GroupState.SWAPPED
-            self._swapped.appendleft(group)
+            _requeue(self._swapped, group)
         else:
             memory.release(group, stored)
             group.jobs = []
             group.state = GroupState.WAITING
-            self._waiting.appendleft(group)
+            _requeue(self._waiting, group)
         del self._running[group]
         self._wide.pop(group, None)
         self._num_seqs -= len(group.seqs)
         group.preemptions += 1
         self.counters = self.counters.add(preemptions=1, swapped_out_pages=len(pairs or ()))
-        lost = computed * len(group.seqs) if pairs is None else 0
-        preempted[group] = Preempted(group.request.request_id, mode, cause, lost, memory.num_free_pages - free)
+        freed = memory.num_free_pages - free
+        preempted[group] = Preempted(group.request.request_id, mode, cause, 0 if pairs else lost, freed)
 
     def _swap_in(self, preempted: dict[Group, Preempted], swap_in: Copies, copies: Copies) -> None:
         memory, tick = self.memory, self.tick
         while self._swapped:
             group = self._swapped[0]
-            if group in preempted or self._num_seqs + len(group.seqs) > self.config.max_num_seqs:
+            if group in preempted or self._num_seqs + len(group.seqs) > self._max_seqs:
                 return
             if not memory.can_swap_in(group, tick, alone=not self._running):
                 return
@@ -356,7 +386,7 @@ class Scheduler:
             budget = config.max_num_batched_tokens - used
             if group in preempted:
                 blocked = Blocked.JUST_PREEMPTED
-            elif self._num_seqs + len(group.seqs) > config.max_num_seqs:
+            elif self._num_seqs + len(group.seqs) > self._max_seqs:
                 blocked = Blocked.SEQUENCES
             elif budget <= 0:
                 blocked = Blocked.BUDGET
@@ -452,6 +482,8 @@ class Scheduler:
         if not 1 <= result.steps <= plan.horizon:
             raise ValueError(f"a result must cover 1 to {plan.horizon} steps, got {result.steps}")
         parents = self._parents_of(plan, result)
+        if result.ended:
+            self._require_tokens(plan, result.ended)
         self._plan = None
         self._released = []
         first_tokens: list[int | str] = []
@@ -461,10 +493,10 @@ class Scheduler:
             self.tick += result.steps
             if result.tokens is not None:
                 self._record_tokens(plan.decodes, result)
-            for group, chosen in parents:
-                self.memory.reorder(group, chosen, group.known_at(self.tick) - 1)
         if plan.prefills:
             self._complete_prefills(plan, result, first_tokens)
+        for group, chosen in parents:
+            self._copies += self.memory.reorder(group, chosen, group.known_at(self.tick) - 1)
         self.step += result.steps
         if result.ended:
             self._end_sequences(result.ended)
@@ -480,6 +512,15 @@ class Scheduler:
                 raise ValueError(f"the result must name the parents of the {width} beams of request {request_id!r}")
             chosen.append((self._groups[request_id], beam.place(result.parents[request_id], width)))
         return chosen
+
+    def _require_tokens(self, plan: StepPlan, ended: tuple[int, ...]) -> None:
+        """Only a sequence that gets a token can end, and only once."""
+        gets = set(plan.decodes)
+        for group in self._prefilling:
+            if _completes(group, plan.prefills):
+                gets.update(seq.seq_id for seq in group.seqs)
+        if len(set(ended)) < len(ended) or not gets.issuperset(ended):
+            raise ValueError(f"sequences that end must get a token and end once: {ended} ended, {sorted(gets)} get one")
 
     def _complete_prefills(self, plan: StepPlan, result: StepResult, first_tokens: list[int | str]) -> None:
         done = {chunk.seq_id: chunk.start + chunk.count for chunk in plan.prefills}
@@ -499,9 +540,11 @@ class Scheduler:
             del self._prefilling[group]
             if group.generated_at(self.tick) == 0:
                 first_tokens.append(group.request.request_id)
+                if len(group.seqs) > 1:
+                    self._copies += self.memory.fork(group)
             group.known += 1
-            if result.tokens is not None and group.ids is not None and len(group.seqs) == 1:
-                group.ids.extend(result.tokens.get(group.seqs[0].seq_id, ()))
+            if result.tokens is not None:
+                group.learn(result.tokens.get(group.seqs[0].seq_id, ()), group.known)
             self._start(group)
 
     def _record_tokens(self, decodes: tuple[int, ...], result: StepResult) -> None:
@@ -509,18 +552,18 @@ class Scheduler:
         assert result.tokens is not None
         for seq_id in decodes:
             group = self._decoding[seq_id]
-            if group.ids is not None and len(group.seqs) == 1:
-                group.ids.extend(result.tokens.get(seq_id, ()))
-                self.memory.publish(group, group.known_at(self.tick) - 1)
+            known = group.known_at(self.tick)
+            if group.learn(result.tokens.get(seq_id, ()), known):
+                self.memory.publish(group, known - 1)
 
     def _end_sequences(self, ended: tuple[int, ...]) -> None:
         """Sequences that met an end token leave; a group ends with its last one."""
         for seq_id in ended:
             group = self._decoding.get(seq_id)
-            if group is None:
-                raise ValueError(f"sequence {seq_id} cannot end: it is not running")
+            if group is None or group.held:  # the row of a static batch goes on after its last token
+                continue
             if len(group.seqs) == 1:
-                self._finish(group)
+                self._retire(group)
                 continue
             index = next(i for i, seq in enumerate(group.seqs) if seq.seq_id == seq_id)
             self.memory.release_sequence(group, index, group.known_at(self.tick) - 1)
@@ -533,17 +576,25 @@ class Scheduler:
         deadlines, tick = self._deadlines, self.tick
         while deadlines and deadlines[0][0] <= tick:
             _, _, epoch, group = heapq.heappop(deadlines)
-            if group.epoch != epoch:
-                continue
-            if self.memory.hold(group, tick):
-                group.held = True
-                continue
-            if self.memory.num_held:
-                group.held = True
-                for member in [g for g in self._running if g.held]:
-                    self._finish(member)
-            else:
-                self._finish(group)
+            if group.epoch == epoch and not group.held:
+                self._retire(group)
+        if self.memory.num_held == len(self._decoding) and not self._prefilling:
+            self._finish_held()  # nothing, unless the last active group of a batch was aborted
+
+    def _retire(self, group: Group) -> None:
+        """The group has all its tokens: it ends, or waits for its static batch."""
+        if self.memory.hold(group, self.tick):
+            group.held = True
+            self._beams.pop(group, None)
+        elif self.memory.num_held:
+            group.held = True
+            self._finish_held()
+        else:
+            self._finish(group)
+
+    def _finish_held(self) -> None:
+        for group in [group for group in self._running if group.held]:
+            self._finish(group)
 
     # --- inspection ------------------------------------------------------------------------------
 
@@ -558,11 +609,12 @@ class Scheduler:
             done = {c.seq_id: c.start + c.count for c in self._plan.prefills} if self._plan is not None else {}
             for group in self._prefilling:
                 tokens += group.known * len(group.seqs)
-                left = sum(end - done.get(seq.seq_id, start) for seq, start, end in group.jobs)
-                if len(group.seqs) > 1 and len(group.jobs) == 1 and group.preemptions == 0:
-                    wide += left
-                else:
-                    narrow += left
+                common = group.common_tokens(self.memory.page_size) if len(group.seqs) > 1 else 0
+                for seq, start, end in group.jobs:
+                    position = done[seq.seq_id] if seq.seq_id in done else start
+                    shared = max(0, common - position)
+                    wide += shared
+                    narrow += min(end - position, group.known - group.padding) - shared  # padding is no token
         return self.memory.usage(self.tick, tokens, (narrow, wide))
 
     @property

@@ -18,6 +18,7 @@ not stored but derived: every decoding sequence gains one token per tick of the 
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 
 from paxkv.request import Request
 
@@ -95,6 +96,26 @@ class Group:
         self.jobs: list[list] = []
         self.ids: list[int] | None = list(request.prompt_ids) if request.prompt_ids is not None else None
         self.keys: list[bytes] = []
+
+    def common_tokens(self, page_size: int) -> int:
+        """Tokens in pages that all sequences share on admission: all of them, or the prompt's full pages once the
+        sequences have generated different tokens."""
+        prompt = self.request.prompt_tokens
+        return self.known if self.known == prompt else prompt // page_size * page_size
+
+    def learn(self, ids: Iterable[int], known: int) -> bool:
+        """Takes the ids of new tokens, after which ``known`` tokens are known. False if there is a gap.
+
+        A gap (ids that were not reported, or those of a group that had several sequences) never closes: pages behind
+        it must not be found by content.
+        """
+        if self.ids is None or self.request.num_seqs > 1:
+            return False
+        new = tuple(ids)
+        if len(self.ids) + len(new) != known:
+            return False
+        self.ids += new
+        return True
 
     def known_at(self, tick: int) -> int:
         """Tokens of each sequence when the scheduler's decode clock shows ``tick``."""

@@ -34,14 +34,11 @@ class StaticMemory(Memory):
         self.page_size = max_model_len
         self.max_batch_len = max_batch_len
         self.num_held = 0
-        self._batch: list[Group] = []
+        self._batch: dict[Group, int] = {}  # tokens that each sequence of the group has when it ends
+        self._ended: dict[Group, list[int]] = {}  # tokens of sequences that ended before their group
         self._sealed = False
         self._prompt = 0
         self._output = 0
-        self._active = 0  # sequences that have not finished
-        self._held_tokens = 0
-        self._final_tokens = 0
-        self._padding = 0  # padding of the sequences that have not finished
 
     def never_fits(self, request: Request, target: int) -> str | None:
         if request.prompt_tokens + target > self.max_batch_len:
@@ -54,14 +51,17 @@ class StaticMemory(Memory):
         return None
 
     def admit(self, group: Group, *, alone: bool, budget: int | None) -> Blocked | None:
-        rows = sum(len(member.seqs) for member in self._batch)
+        rows = self._rows()
         prompt = max(self._prompt, group.request.prompt_tokens)
         output = max(self._output, group.target)
         if self._sealed or rows + len(group.seqs) > self.num_pages or prompt + output > self.max_batch_len:
             return Blocked.BATCH
         self._prompt, self._output = prompt, output
-        self._batch.append(group)
+        self._batch[group] = group.request.prompt_tokens + group.target
         return None
+
+    def _rows(self) -> int:
+        return sum(len(group.seqs) for group in self._batch) + sum(map(len, self._ended.values()))
 
     def seal(self) -> None:
         if self._sealed or not self._batch:
@@ -74,9 +74,6 @@ class StaticMemory(Memory):
             for seq in group.seqs:
                 seq.table = [next(free)]
             group.jobs = [[seq, 0, group.known] for seq in group.seqs]
-            self._active += len(group.seqs)
-            self._padding += group.padding * len(group.seqs)
-            self._final_tokens += (group.request.prompt_tokens + group.target) * len(group.seqs)
 
     def start(self, group: Group, tick: int) -> None:
         """Rows are given for the whole batch."""
@@ -90,43 +87,51 @@ class StaticMemory(Memory):
     def advance(self, tick: int, steps: int) -> None:
         """Rows are given for the whole batch."""
 
+    def reorder(self, group: Group, parents: tuple[int, ...], stored: int) -> Copies:
+        rows = [seq.table[0] for seq in group.seqs]
+        return [(rows[parent], rows[child]) for child, parent in enumerate(parents) if parent != child]
+
     def hold(self, group: Group, tick: int) -> bool:
-        num_seqs = len(group.seqs)
-        self._active -= num_seqs
-        self._padding -= group.padding * num_seqs
-        self._held_tokens += (group.request.prompt_tokens + group.target) * num_seqs
-        self.num_held += num_seqs
-        return self._active > 0
+        self._batch[group] = group.known_at(tick) - group.padding
+        self.num_held += len(group.seqs)
+        return any(not member.held for member in self._batch if member is not group)
 
     def release(self, group: Group, stored: int) -> None:
-        self._batch.remove(group)
-        if not group.held:  # aborted
-            self._active -= len(group.seqs)
-            self._padding -= group.padding * len(group.seqs)
-        else:
+        del self._batch[group]
+        self._ended.pop(group, None)
+        if group.held:
             self.num_held -= len(group.seqs)
-            self._held_tokens -= (group.request.prompt_tokens + group.target) * len(group.seqs)
-        self._final_tokens -= (group.request.prompt_tokens + group.target) * len(group.seqs)
+        group.known -= group.padding
+        group.padding = 0
         for seq in group.seqs:
             seq.table = []
         if not self._batch:
             self._sealed, self._prompt, self._output = False, 0, 0
 
+    def release_sequence(self, group: Group, index: int, stored: int) -> None:
+        # Its row stays taken until the batch ends.
+        self._ended.setdefault(group, []).append(stored + 1 - group.padding)
+
     @property
     def num_free_pages(self) -> int:
-        return self.num_pages - sum(len(group.seqs) for group in self._batch)
+        return self.num_pages - self._rows()
 
     def context_pages(self) -> int:
         return 0  # rows are contiguous
 
     def usage(self, tick: int, logical_tokens: int, unfilled: tuple[int, int]) -> Usage:
-        rows = sum(len(group.seqs) for group in self._batch)
-        growing = sum(group.known_at(tick) * len(group.seqs) for group in self._batch if not group.held)
-        live = growing - self._padding - unfilled[0] - unfilled[1] + self._held_tokens
+        rows, ended = self._rows(), sum(map(sum, self._ended.values()))
+        final = ended + sum(tokens * len(group.seqs) for group, tokens in self._batch.items())
+        known = sum(group.known_at(tick) * len(group.seqs) for group in self._batch)
+        newest = int(known != logical_tokens)  # between plans the newest token of a sequence has no slot yet
+        live = ended - unfilled[0] - unfilled[1]
+        for group, tokens in self._batch.items():
+            growing = group.known_at(tick) - group.padding - (newest if group.decoding else 0)
+            live += (tokens if group.held else growing) * len(group.seqs)
         return Usage(
             live=live,
-            reserved=self._final_tokens - live,
-            internal=rows * self.page_size - self._final_tokens,
+            reserved=final - live,
+            internal=rows * self.page_size - final,
             free=(self.num_pages - rows) * self.page_size,
             pages=rows,
             logical_pages=rows,

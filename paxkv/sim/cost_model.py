@@ -3,6 +3,7 @@
 One step takes::
 
     floor + max(weight bytes / bandwidth, FLOPs of all tokens / rate)
+          + exchange of all tokens' activations between devices
           + per-sequence and per-group overhead
           + KV bytes read / bandwidth + pages read * cost per page
           + page copies and swaps
@@ -29,6 +30,7 @@ class CostModel:
         floor_s: what every step costs, whatever it holds.
         weights_s: reading all weights once.
         token_s: computing one token (FLOPs of a token / effective rate).
+        exchange_token_s: summing one token's activations over the devices of tensor parallelism.
         sequence_s: overhead of one sequence in the step.
         group_s: overhead of one request group in the step.
         kv_token_s: reading the keys and values of one token of context.
@@ -41,6 +43,7 @@ class CostModel:
     floor_s: float
     weights_s: float
     token_s: float
+    exchange_token_s: float = 0.0
     sequence_s: float = 0.0
     group_s: float = 0.0
     kv_token_s: float = 0.0
@@ -69,6 +72,7 @@ class CostModel:
         return (
             self.floor_s
             + (compute if compute > self.weights_s else self.weights_s)
+            + self.exchange_token_s * tokens
             + self.sequence_s * sequences
             + self.group_s * plan.num_groups
         )

@@ -46,7 +46,9 @@ class SimResult:
         output_tokens: per request [R], tokens generated for each of its sequences.
         preemptions: per request [R].
         rejected: (request index, reason) of the refused ones.
-        steps, tokens: steps run and tokens generated over all sequences.
+        steps: steps run.
+        tokens: tokens decoded over all sequences. A first token comes with its prompt and is not among them; the
+            rows of a static batch that have finished are computed, and are.
         end_s: clock at the end.
         meters: one waste meter per window.
         counters: the scheduler's counters.
@@ -97,14 +99,23 @@ def simulate(
         on_step: called after each executed plan with (start, end, plan, result, outcome), for recording.
 
     Raises:
-        ValueError: requests out of order.
+        ValueError: requests out of order, or one that never arrives.
     """
     arrivals = [request.arrival_s for request in requests]
+    num_requests = len(requests)
     require(
         all(a <= b for a, b in zip(arrivals, arrivals[1:], strict=False)),
         "requests must be sorted by arrival_s; sort the workload first",
     )
-    num_requests = len(requests)
+    require(
+        not arrivals or arrivals[-1] < NEVER,
+        f"every request must arrive, request {num_requests - 1} has arrival_s=inf; leave it out",
+    )
+    # Results are columns by request, so an id is the index of its row.
+    require(
+        all(request.request_id == index for index, request in enumerate(requests)),
+        f"request ids must be 0 to {num_requests - 1} in order; number the requests after sorting them",
+    )
     first_token = [NEVER] * num_requests
     finish = [NEVER] * num_requests
     output = [0] * num_requests

@@ -34,6 +34,7 @@ class Table:
         names: column names in file order (of a .jsonl file, the keys of its first record).
         rows: number of records.
         text: whether cells are text to be parsed (.csv) or decoded values (.jsonl).
+        header_line: the line of the names.
     """
 
     def __init__(
@@ -45,8 +46,10 @@ class Table:
         line_of: Callable[[int], int],
         *,
         text: bool,
+        header_line: int,
     ):
-        self.path, self.names, self.rows, self.text = path, names, rows, text
+        self.path, self.names, self.rows = path, names, rows
+        self.text, self.header_line = text, header_line
         self._column, self._line_of = column, line_of
 
     def fail(self, row: int, message: str) -> NoReturn:
@@ -65,14 +68,16 @@ class Table:
         found = [lower[name.lower()] for name in candidates if name.lower() in lower]
         if len(found) == 1:
             return found[0]
-        rule = f"the {role} column must be named {' or '.join(candidates)}"
-        if not found:
-            fail(
-                self.path, 1, f"{rule}, got the columns {', '.join(map(repr, self.names))}; rename it or pass its name"
+        if found:
+            rule, got, change = (
+                f"only one {role} column is allowed",
+                ", ".join(found),
+                "pass the name of the one to use",
             )
-        fail(
-            self.path, 1, f"only one {role} column is allowed, got {', '.join(found)}; pass the name of the one to use"
-        )
+        else:
+            rule = f"the {role} column must be named {' or '.join(candidates)}"
+            got, change = f"the columns {', '.join(map(repr, self.names))}", "rename it or pass its name"
+        fail(self.path, self.header_line, f"{rule}, got {got}; {change}")
 
     def has(self, name: str) -> bool:
         """Whether the first record or the header has the column ``name``."""
@@ -93,6 +98,7 @@ class Table:
             lambda name: self._column(name)[1:],
             lambda row: self._line_of(row + 1),
             text=self.text,
+            header_line=self.header_line,
         )
 
     def values(self, name: str) -> list[Any]:
@@ -168,9 +174,9 @@ def _all_ints(values: list[Any]) -> bool:
 
 
 def _short(value: Any) -> str:
-    shown = (
-        repr(value) if not isinstance(value, int) or abs(value) < 10**40 else f"an integer of {value.bit_length()} bits"
-    )
+    if isinstance(value, int) and abs(value) >= 10**40:
+        return f"an integer of {value.bit_length()} bits"
+    shown = repr(value)
     return shown if len(shown) <= 60 else f"{shown[:57]}..."
 
 
@@ -235,7 +241,11 @@ def _csv_table(path: Path, text: str) -> Table:
         row = next(i for i, cells in enumerate(records) if len(cells) != width)
         fail(path, line_of(row), f"every row must have {width} cells as the header has, got {records[row]}")
     at = {name: i for i, name in enumerate(header)}
-    return Table(path, header, len(records), lambda name: [row[at[name]] for row in records], line_of, text=True)
+
+    def column(name: str) -> list[str]:
+        return [cells[at[name]] for cells in records]
+
+    return Table(path, header, len(records), column, line_of, text=True, header_line=line_of(-1))
 
 
 def _jsonl_table(path: Path, text: str) -> Table:
@@ -251,7 +261,7 @@ def _jsonl_table(path: Path, text: str) -> Table:
     def column(name: str) -> list[Any]:
         return [record.get(name, _MISSING) for record in records]
 
-    return Table(path, names, len(records), column, lines.__getitem__, text=False)
+    return Table(path, names, len(records), column, lines.__getitem__, text=False, header_line=lines[0])
 
 
 def decode_object(path: str | os.PathLike, line: int, text: str) -> dict[str, Any]:

@@ -22,9 +22,9 @@ from paxkv.workload import (
     load_lengths,
     real_conversations,
     real_lengths,
+    summary,
 )
 from paxkv.workload import embedded as embedded_module
-from paxkv.workload import summary
 from paxkv.workload.summary import ks_distance, rank_correlation
 
 NAMES = ("sharegpt", "alpaca", "wmt16", "sharegpt_turns")

@@ -111,7 +111,7 @@ def test_mooncake(write):
     assert workload.arrival_s.tolist() == [0, 3]
     assert (workload.hash_ids, workload.hash_block) == (((0, 1), (0,)), 512)
     assert workload_from_trace(path) == workload
-    refused(path, 2, r"one id per 256 prompt tokens, 2 for a prompt of 512, got 1", read_mooncake, hash_block=256)
+    refused(path, 1, "one id per 256 prompt tokens, 3 for a prompt of 513, got 2", read_mooncake, hash_block=256)
 
 
 def check_mooncake(traces, name, rows, span_s, ideal_hits, distinct, total):
@@ -158,6 +158,7 @@ HEADER = "prompt,output\n5,6\n"
             r"output column must be named .*num_decode_tokens, got the columns 'prompt', 'tokens'",
         ),
         ("5,6\n7,8\n", 1, "prompt column must be named"),
+        ("\n\nprompt,tokens\n5,6\n", 3, "output column must be named"),
         ("prompt,input_len,output\n5,6,7\n", 1, "only one prompt column is allowed, got prompt, input_len"),
         ("prompt,Prompt,output\n5,6,7\n", 1, "column names must differ, got 'prompt' twice"),
         ("prompt,output\n", 1, "at least one row below its header"),
@@ -205,9 +206,9 @@ RECORD = '{"prompt": 5, "output": 6}\n'
         (RECORD + '{"prompt": null, "output": 6}\n', 2, "got None"),
         (RECORD + '{"prompt": [5], "output": 6}\n', 2, r"got \[5\]"),
         (RECORD + '{"prompt": 1e400, "output": 6}\n', 2, "got inf"),
-        (RECORD + '{"prompt": %d, "output": 6}\n' % 10**40, 2, "got an integer of 133 bits"),
+        (RECORD + '{"prompt": ' + str(10**40) + ', "output": 6}\n', 2, "got an integer of 133 bits"),
         (RECORD + '{"prompt": NaN, "output": 6}\n', 2, "must be a JSON object: numbers must be finite, got NaN"),
-        (RECORD + '{"prompt": %s, "output": 6}\n' % ("9" * 5000), 2, "the line must be a JSON object"),
+        (RECORD + '{"prompt": ' + "9" * 5000 + ', "output": 6}\n', 2, "the line must be a JSON object"),
         (RECORD + "[5, 6]\n", 2, r"the line must be a JSON object, got '\[5, 6\]'"),
         (RECORD + '{"prompt": 5, "out', 2, "the line must be a JSON object: "),
         (RECORD + "[" * 100_000 + "\n", 2, "the line must be a JSON object: "),

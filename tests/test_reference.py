@@ -1,0 +1,37 @@
+"""The smoke preset, run again, gives the committed numbers."""
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from experiments.reproduce import reproduce
+
+REFERENCE = Path(__file__).parents[1] / "experiments" / "reference" / "smoke" / "verdict.json"
+
+
+@pytest.fixture(scope="module")
+def rerun(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    workdir = tmp_path_factory.mktemp("smoke")
+    reproduce("smoke", workdir, processes=1, console=Console(quiet=True))
+    return json.loads((workdir / "verdict.json").read_text())
+
+
+def test_smoke_gives_the_committed_rows(rerun: dict) -> None:
+    """Every row: the same place, verdict and note, and numbers equal to nine digits (libm may differ in the last)."""
+    committed = json.loads(REFERENCE.read_text())
+    assert len(rerun["rows"]) == len(committed["rows"]) > 50
+    for ours, theirs in zip(rerun["rows"], committed["rows"], strict=True):
+        numbers = ("paper", "ours", "rel_err")
+        assert {k: v for k, v in ours.items() if k not in numbers} == {
+            k: v for k, v in theirs.items() if k not in numbers
+        }
+        for key in numbers:
+            assert ours[key] == (None if theirs[key] is None else pytest.approx(theirs[key], rel=1e-9, abs=1e-9))
+
+
+def test_smoke_meets_its_tolerances(rerun: dict) -> None:
+    """A tested row of the smoke preset misses only with a note that explains it."""
+    unexplained = [row for row in rerun["rows"] if row["pass"] is False and not row["note"]]
+    assert not unexplained
