@@ -1,6 +1,6 @@
 r"""Statements about sizing and tuning LLM serving, each with a verdict that follows from runs.
 
-    python -m experiments.reproduce --preset=paper --only=claims [--traces=DIR]     (the studies' own runs, a minute)
+    python -m experiments.reproduce --preset=paper --only=claims [--traces=DIR]     (runs what they rest on)
 
 The statements circulate among people who serve models; the numbers are theirs. Confirmed, refuted, or conditional (true
 only under the conditions that our figure names); the rule of each verdict stands beside it. What needs a model, kernels

@@ -70,13 +70,15 @@ def answer_panel(
         printed = drawn.crossings.get(level)
         found = exact[system]
         beyond = f"below the level at the last rate; read up to {settings[-1].rate:g}" if extended[system] else ""
-        exact_text = f"true crossing {found:.4g}" if found is not None else ""
-        detail = "; ".join(filter(None, (note, beyond, exact_text)))
+        detail = "; ".join(filter(None, (note, beyond)))
         rows.append(
             judge(figure, system, f"{place}: req/s at {level:g} s/token", workload, printed, knees[system],
                   context.tolerance(tolerance), kind="calibrated" if system in calibrated else "predicted",
                   note=detail, tested=rates_tested)
         )  # fmt: skip
+        if found is not None:
+            setting = f"{place}: req/s at {level:g} s/token, true crossing"
+            rows.append(judge(figure, system, setting, workload, printed, found, tolerance, tested=False))
         series += paper_series(drawn)
         latency = knee.latencies(context, settings)
         shown = [(s.rate, value) for s, value in zip(settings, latency, strict=True)]

@@ -8,6 +8,7 @@ first, so that the head of a prefix, which more requests share, is the last to g
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Iterable, Iterator
 from typing import Literal
@@ -93,7 +94,7 @@ def interleaved(rounds: np.ndarray, open_at_once: int, seed: int = 0) -> Iterato
     """
     pick = random.Random(seed)
     following = iter(range(len(rounds)))
-    active = [[conversation, 0] for conversation, _ in zip(following, range(open_at_once), strict=False)]
+    active = [[conversation, 0] for conversation in itertools.islice(following, open_at_once)]
     while active:
         index = int(pick.random() * len(active))
         conversation, at = active[index]

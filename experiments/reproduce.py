@@ -143,6 +143,7 @@ def reproduce(
         "workload": "real traces" if traces else "embedded length statistics",
         "command": f"python -m experiments.reproduce --preset={preset}" + (" --traces=DIR" if traces else ""),
         "chapters": [chapter.id for chapter in chapters],
+        "titles": {c.id: c.figure.title if c.figure else c.title for c in chapters},
     }
     _write(workdir / "verdict.json", {"meta": meta, "rows": rows})
     _write(workdir / "calibration.json", calibrations.table(constants, points))

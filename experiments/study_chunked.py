@@ -195,7 +195,7 @@ def gap_table(context: Context) -> Table:
 
 def chapter(context: Context) -> Chapter:
     panels = []
-    ticks = tuple(f"{kind} {budget}" for kind, budget in WAYS)
+    ticks = tuple({"prompts_only": "own step", "mixed": "whole"}.get(kind, str(budget)) for kind, budget in WAYS)
     places = tuple(float(index) for index in range(len(WAYS)))
     for title, unit, value in (
         ("99.9th percentile of the gaps", "ms", lambda found: 1e3 * found["gaps_s"]["p999"]),
@@ -205,7 +205,9 @@ def chapter(context: Context) -> Chapter:
             Series(load, "paxkv", places, tuple(value(measured(context, load, *way)) for way in WAYS), system=load)
             for load in loads_of(context.preset)
         ]
-        panels.append(Panel(title, "", unit, "bar", tuple(series), xticklabels=ticks))
+        panels.append(
+            Panel(title, "prompts: own step, whole, or chunks of", unit, "bar", tuple(series), xticklabels=ticks)
+        )
     figure = Figure(
         "study_chunked",
         "Whole and chunked prefills",

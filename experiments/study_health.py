@@ -2,7 +2,7 @@ r"""Beyond the paper: three health metrics of a pool (prefix hit rate, utilisati
 
 Claim 23: healthy pools run at 80% to 90% utilisation with a preemption rate near zero.
 
-    python -m experiments.reproduce --preset=paper --only=study_health [--traces=DIR]     (no runs of its own)
+    python -m experiments.reproduce --preset=paper --only=study_health [--traces=DIR]     (other figures' runs)
 
 Every run belongs to a figure and is read back. Expected: no number of the paper. A run is called healthy when its
 normalised latency stays at or below 0.2 s/token, one of the levels at which the paper's curves are read.

@@ -238,7 +238,10 @@ def drawing(context: Context) -> Figure:
             name = f"maximum length {max_len}"
             latency.append(Series(name, "paxkv", x, tuple(run["normalised_latency_s"] for run in runs), system=name))
             empty.append(Series(name, "paxkv", x, tuple(empty_share(run) for run in runs), system=name))
-        panels.append(fig18.block_panel(f"{dataset}: latency", latency))
+        panels.append(
+            Panel(f"{dataset}: latency", "page size (tokens)", "normalised latency (s/token)", "line", tuple(latency),
+                  "log2", "log")
+        )  # fmt: skip
         panels.append(
             Panel(f"{dataset}: empty slots", "page size (tokens)", "% of allocated slots", "line", tuple(empty), "log2")
         )

@@ -28,6 +28,7 @@ PAIR_SLACK = 0.10
 LEVELS = (0.1, 0.2, 0.5)
 SHAREGPT, ALPACA = "abc", "def"
 LATER = "paper preset"
+NO_CROSSING = "a curve does not cross the level"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +49,7 @@ def _named(verdict: Verdict) -> str:
 
 def ratio_of(context: Context, top: list[Setting], base: list[Setting], level: float) -> float | None:
     """How many times the rate of `base` the curve `top` sustains at `level`; None where either is not crossed."""
-    rates = [knee.read(context, curve, level) for curve in (top, base)]
+    rates = [knee.read(context, knee.extend(context, curve), level) for curve in (top, base)]
     return None if rates[0] is None or rates[1] is None else rates[0] / rates[1]
 
 
@@ -88,6 +89,8 @@ def judge_range(context: Context, over: str, low: float, high: float) -> Answer:
 
 def _over_panels(context: Context, ours: str, verdict: Verdict) -> Answer:
     """An answer that needs all panels: smoke shows its one panel and does not judge."""
+    if verdict == "not judged":
+        return Answer(NO_CROSSING, verdict)
     if context.preset == "paper":
         return Answer(ours, _named(verdict))
     return Answer(f"{ours} (panel {fig12.panels_of(context.preset)} alone)", LATER)
@@ -110,9 +113,9 @@ def over_static(context: Context) -> Answer:
             panel = max(ratios, key=lambda key: ratios[key])
             largest[level] = (ratios[panel], panel)
     reached = {level: 22.0 * (1 - SLACK) <= ratio for level, (ratio, _) in largest.items()}
-    verdict: Verdict = (
-        "confirmed" if reached.get(knee.LEVEL_S) else "conditional" if any(reached.values()) else "refuted"
-    )
+    verdict = graded(reached.values())
+    if knee.LEVEL_S in reached and verdict != "refuted":
+        verdict = "confirmed" if reached[knee.LEVEL_S] else "conditional"
     words = "; ".join(f"{ratio:.1f} at {level:g} s/token (panel {panel})" for level, (ratio, panel) in largest.items())
     return _over_panels(context, f"at most {words}", verdict)
 
@@ -120,7 +123,7 @@ def over_static(context: Context) -> Answer:
 def judge_pair(ours: tuple[float | None, float | None], claimed: tuple[float, float]) -> Answer:
     """Two claimed ratios: both within `PAIR_SLACK`."""
     if ours[0] is None or ours[1] is None:
-        return Answer("a curve does not cross the level", "refuted")
+        return Answer(NO_CROSSING, "not judged")
     near = [abs(found / told - 1) <= PAIR_SLACK for found, told in zip(ours, claimed, strict=True)]
     return Answer(f"{ours[0]:.2f} and {ours[1]:.2f} at {knee.LEVEL_S:g} s/token", _named(graded(near)))
 
@@ -154,11 +157,11 @@ def chatbot(context: Context) -> Answer:
         system: ratio_of(context, top, fig17.settings_of(system), knee.LEVEL_S)
         for system in ("orca_max", "orca_pow2", "orca_oracle")
     }
-    near = [ratio is not None and abs(ratio / 2 - 1) <= PAIR_SLACK for ratio in ratios.values()]
-    words = ", ".join(
-        f"{'none' if ratio is None else format(ratio, '.2f')} ({paper.label(system)})"
-        for system, ratio in ratios.items()
-    )
+    found = {system: ratio for system, ratio in ratios.items() if ratio is not None}
+    if not found:
+        return Answer(NO_CROSSING, "not judged")
+    words = ", ".join(f"{ratio:.2f} ({paper.label(system)})" for system, ratio in found.items())
+    near = [abs(ratio / 2 - 1) <= PAIR_SLACK for ratio in found.values()]
     return Answer(f"{words} at {knee.LEVEL_S:g} s/token", _named(graded(near)))
 
 
@@ -180,6 +183,8 @@ def headline(context: Context) -> Answer:
         for over in ("orca_max", "orca_pow2", "orca_oracle")
         for ratio in fig12_ratios(context, SHAREGPT + ALPACA, over, knee.LEVEL_S).values()
     ]
+    if not ratios:
+        return Answer(NO_CROSSING, "not judged")
     middle = statistics.median(ratios)
     inside = [2.0 <= ratio <= 4.0 for ratio in ratios]
     verdict: Verdict = "confirmed" if 2.0 <= middle <= 4.0 else graded(inside)

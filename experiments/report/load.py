@@ -32,7 +32,7 @@ class Run:
         for chapter in self.chapters:
             if chapter.id == figure:
                 return chapter.figure.title if chapter.figure else chapter.title or chapter.id
-        return figure
+        return self.meta.get("titles", {}).get(figure, figure)
 
 
 def load_run(workdir: Path | str) -> Run:
