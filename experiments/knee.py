@@ -20,8 +20,11 @@ LEVEL_S = 0.5
 EXTRA_RATES = 8
 """How far a curve is followed beyond the paper's rates when it has not crossed the level there."""
 
-ROUNDS = 4
-"""Runs spent on each true crossing."""
+ROUNDS = 10
+"""Most runs spent on each true crossing; four or five are usual."""
+
+NARROW = 0.004
+"""A bracket this narrow, as a share of the rate, needs no further run."""
 
 
 def latencies(context: Context, settings: Sequence[Setting]) -> list[float]:
@@ -49,9 +52,11 @@ def true_crossings(context: Context, curves: Sequence[Sequence[Setting]], level:
     """The rate at which each curve's system truly crosses the level, to a few thousandths.
 
     Between the two grid rates around the level, each round runs the rate at which the logarithm of latency would
-    cross, kept away from the ends. All curves advance together, so that the runs fill all processes.
+    cross, kept away from the ends; after two rounds that fell on one side, the middle: a curve that is flat and then
+    steep would else be approached in small steps. All curves advance together, so that the runs fill all processes.
     """
     brackets: list[tuple[tuple[float, float], tuple[float, float]] | None] = []
+    below: list[list[bool]] = [[] for _ in curves]
     for settings in curves:
         points = list(zip([s.rate for s in settings], latencies(context, settings), strict=True))
         around = [(a, b) for a, b in zip(points, points[1:], strict=False) if a[1] < level <= b[1]]
@@ -59,16 +64,20 @@ def true_crossings(context: Context, curves: Sequence[Sequence[Setting]], level:
     for _ in range(ROUNDS):
         trials = {}
         for index, bracket in enumerate(brackets):
-            if bracket is not None:
-                trials[index] = dataclasses.replace(curves[index][0], rate=_between(*bracket, level))
+            if bracket is not None and bracket[1][0] > (1 + NARROW) * bracket[0][0]:
+                halve = below[index][-2:] in ([True, True], [False, False])
+                trials[index] = dataclasses.replace(curves[index][0], rate=_between(*bracket, level, halve=halve))
+        if not trials:
+            break
         for (index, trial), latency in zip(trials.items(), latencies(context, list(trials.values())), strict=True):
             low, high = brackets[index]  # type: ignore[misc]
             point = (trial.rate, latency)
+            below[index].append(latency < level)
             brackets[index] = (point, high) if latency < level else (low, point)
     return [None if bracket is None else _between(*bracket, level) for bracket in brackets]
 
 
-def _between(low: tuple[float, float], high: tuple[float, float], level: float) -> float:
-    share = math.log(level / low[1]) / math.log(high[1] / low[1])
+def _between(low: tuple[float, float], high: tuple[float, float], level: float, *, halve: bool = False) -> float:
+    share = 0.5 if halve else math.log(level / low[1]) / math.log(high[1] / low[1])
     share = min(max(share, 0.15), 0.85)
     return float(f"{low[0] + share * (high[0] - low[0]):.4g}")

@@ -12,6 +12,7 @@ the run completed; with --strict, 1 when a tested row misses without a note that
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import json
 import sys
@@ -26,6 +27,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from experiments import calibration as calibrations
 from experiments.context import Context, Preset
 from experiments.figure import Chapter
+from experiments.notes import explained
 from experiments.report import write_report
 from experiments.run import Runner
 from paxkv.record import environment, write_atomically
@@ -101,6 +103,7 @@ def run_chapters(context: Context, names: Sequence[str], workdir: Path, progress
         progress.reset(task, total=1.0, phase=name, description="")
         chapter = module.chapter(context)
         if chapter is not None:
+            chapter = dataclasses.replace(chapter, rows=explained(chapter.rows))
             chapter.save(workdir / "chapters" / f"{chapter.id}.json")
             chapters.append(chapter)
     return chapters

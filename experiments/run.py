@@ -220,14 +220,21 @@ class Runner:
         ordered = list(settings)
         todo = sorted(set(ordered) - self._summaries.keys(), key=expected_cost, reverse=True)
         if self.processes == 1 or len(todo) == 1:
-            for setting in todo:
-                self._summaries[setting] = self._here(setting)
+            self._in_turn(todo)
         else:
             self._spread(todo)
         return [self._summaries[setting] for setting in ordered]
 
-    def _here(self, setting: Setting) -> Summary:
-        return _run_one(setting, self.calibration, self.traces, self.root, self.record)
+    def _in_turn(self, todo: Sequence[Setting]) -> None:
+        total, done = sum(map(expected_cost, todo)), 0.0
+        for setting in todo:
+            self.progress(done, total, setting.name)
+            try:
+                self._summaries[setting] = _run_one(setting, self.calibration, self.traces, self.root, self.record)
+            except Exception as error:
+                raise RuntimeError(f"the run {setting} failed: {error}") from error
+            done += expected_cost(setting)
+            self.progress(done, total, setting.name)
 
     def _spread(self, todo: Sequence[Setting]) -> None:
         if self._pool is None:

@@ -87,16 +87,20 @@ class WasteMeter:
         self.steps += steps
         self.groups += groups * steps
         pages = 0  # sum over the steps of the pages allocated since the first
+        evicted = 0  # and of the idle cached pages among them, taken once no page is free without
         if growth and steps > 1:
             if not any(growth):
                 self.sharing += (usage.logical_pages / usage.pages if usage.pages else 1.0) * steps
             else:
                 grown, cycle = 0, len(growth)
                 logical, used = usage.logical_pages, usage.pages
+                plain = usage.free // page_size - usage.cached
                 sharing = logical / used if used else 1.0
                 for j in range(1, steps):
                     grown += growth[(j - 1) % cycle]
                     pages += grown
+                    if grown > plain:
+                        evicted += grown - plain
                     sharing += (logical + grown) / (used + grown) if used + grown else 1.0
                 self.sharing += sharing
         else:
@@ -111,13 +115,13 @@ class WasteMeter:
             s.free += usage.free * steps - pages * page_size
             s.pages += usage.pages * steps + pages
             s.logical_pages += usage.logical_pages * steps + pages
+            s.cached += usage.cached * steps - evicted
         else:
             s.internal += usage.internal * steps
             s.reserved += usage.reserved * steps - tokens
             s.free += usage.free * steps
             s.pages += usage.pages * steps
             s.logical_pages += usage.logical_pages * steps
-        s.cached += usage.cached * steps
 
     def shares(self) -> dict[str, float]:
         """Mean share of the pool per category, in percent. Empty when no step was added."""

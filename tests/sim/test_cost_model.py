@@ -62,6 +62,12 @@ def test_overheads_per_sequence_and_per_group():
     assert cost.step_s(plan(0, (64,))) == 1 + 16 + 0.125 + 0.5
 
 
+def test_every_token_is_exchanged_between_devices():
+    cost = dataclasses.replace(PLAIN, exchange_token_s=0.0625)
+    assert cost.step_s(plan(2, (6,))) == 1 + 2 + 8 * 0.0625
+    assert cost.step_s(plan(1)) == 2 + 0.0625, "beside the larger of weights and compute, not inside it"
+
+
 def test_reading_the_context():
     cost = dataclasses.replace(PLAIN, kv_token_s=0.0625, page_read_s=0.25)
     assert cost.step_s(plan(1, context_tokens=16, context_pages=2)) == 2 + 1 + 0.5
@@ -98,9 +104,7 @@ def test_a_horizon_is_the_sum_of_its_steps():
     cost = dataclasses.replace(PLAIN, kv_token_s=0.0625, page_read_s=0.25, page_copy_s=4.0)
     executor = CostExecutor(cost)
     # Two sequences read 16 and 18 and 20 ... tokens; pages 2, then 2 + 0, 2 + 0 + 1, 2 + 0 + 1 + 0, ...
-    result = executor.execute(
-        plan(2, horizon=5, context_tokens=16, context_pages=2, growth=(0, 1), copies=((0, 1),))
-    )
+    result = executor.execute(plan(2, horizon=5, context_tokens=16, context_pages=2, growth=(0, 1), copies=((0, 1),)))
     assert result.steps == 5
     tokens = 16 + 18 + 20 + 22 + 24
     pages = 2 + 2 + 3 + 3 + 4

@@ -37,6 +37,7 @@ COST = CostModel(
     floor_s=9.3e-3,
     weights_s=16.7e-3,
     token_s=1.3e-4,
+    exchange_token_s=2.3e-6,
     sequence_s=4.1e-4,
     group_s=7e-5,
     kv_token_s=5.3e-7,
@@ -189,25 +190,26 @@ def test_groups_in_every_step_kind(kind, preemption):
 
 
 def with_ids(requests, prefix: int) -> list[Request]:
-    """The same requests behind a prefix that all share; every second one also shares its own first half."""
+    """The same requests behind a prefix of all. Prompts of equal length share more: all, or their first half."""
     shared = tuple(range(prefix))
-    given = []
+    changed = []
     for request in requests:
         own = [10_000 + request.prompt_tokens * 7 + j for j in range(request.prompt_tokens)]
         if request.request_id % 2:
             half = len(own) // 2
             own[half:] = [1_000_000 + 1000 * request.request_id + j for j in range(len(own) - half)]
         ids = shared + tuple(own)
-        given.append(dataclasses.replace(request, prompt_tokens=len(ids), prompt_ids=ids))
-    return given
+        changed.append(dataclasses.replace(request, prompt_tokens=len(ids), prompt_ids=ids))
+    return changed
 
 
 @pytest.mark.parametrize("eviction", ["lru", "fifo", "lfu", "mru"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_shared_prefixes(kind, eviction):
-    make = lambda: PagedMemory(CacheConfig(90, num_host_pages=40, prefix_caching=True, eviction=eviction))  # noqa: E731
+    config = CacheConfig(90, num_host_pages=40, prefix_caching=True, eviction=eviction)
     requests = with_ids(workload(2.5, 12.0, seed=4), 80)
-    trace = compare(make, requests, step_kind=kind, max_num_batched_tokens=256, max_model_len=LIMIT + 80)
+    options = {"step_kind": kind, "max_num_batched_tokens": 256, "max_model_len": LIMIT + 80}
+    trace = compare(lambda: PagedMemory(config), requests, **options)
     memory = trace.scheduler.memory
     assert trace.result.counters.prefix_hits > 0
     assert trace.result.counters.preemptions > 0
@@ -280,11 +282,12 @@ def test_windows_cut_horizons_and_change_nothing_else():
     assert sum(meter.sums.live for meter in cut.result.meters) == whole.result.meters[0].sums.live
 
 
+ROW = st.tuples(st.sampled_from([0.0, 0.0, 0.05, 0.7, 30.0]), st.integers(1, 40), st.integers(1, 60))
+"""Seconds since the request before, prompt, output."""
+
+
 @given(
-    rows=st.lists(
-        st.tuples(st.sampled_from([0.0, 0.0, 0.05, 0.7, 30.0]), st.integers(1, 40), st.integers(1, 60)), min_size=1,
-        max_size=12,
-    ),
+    rows=st.lists(ROW, min_size=1, max_size=12),
     page_size=st.sampled_from([1, 2, 5, 16]),
     slots=st.integers(100, 260),
     host=st.integers(0, 30),
@@ -294,10 +297,8 @@ def test_windows_cut_horizons_and_change_nothing_else():
     budget=st.sampled_from([4, 17, 2560]),
     prefix_caching=st.booleans(),
     edge=st.floats(0.01, 3.0),
-)  # fmt: skip
-def test_small_random_runs(
-    rows, page_size, slots, host, width, kind, preemption, budget, prefix_caching, edge
-):  # fmt: skip
+)
+def test_small_random_runs(rows, page_size, slots, host, width, kind, preemption, budget, prefix_caching, edge):
     requests, now = [], 0.0
     for index, (gap, prompt, output) in enumerate(rows):
         now += gap

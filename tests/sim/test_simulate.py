@@ -70,9 +70,7 @@ def test_prompts_of_their_own_step():
 
 
 def test_chunked_prompts():
-    result = run(
-        [Request(0, 4, 4), Request(1, 8, 2, arrival_s=1.0)], step_kind="chunked", max_num_batched_tokens=4
-    )
+    result = run([Request(0, 4, 4), Request(1, 8, 2, arrival_s=1.0)], step_kind="chunked", max_num_batched_tokens=4)
     # 0-2 prompt of A; then A takes one of four tokens and B three, three and two; a last step for B's second token.
     assert result.first_token_s.tolist() == [2.0, 8.0]
     assert result.finish_s.tolist() == [8.0, 10.0]
@@ -168,6 +166,22 @@ def test_swapping_costs_its_pages():
     assert result.preemptions.tolist() == [0, 1]
     assert (result.counters.swapped_out_pages, result.counters.swapped_in_pages) == (2, 2)
     assert result.counters.recomputed_tokens == 0
+
+
+def test_an_arrival_behind_a_swapped_request_does_not_cut_the_horizon():
+    plans = []
+    result = run(
+        [Request(0, 2, 6), Request(1, 2, 4), Request(2, 2, 1, arrival_s=8.0)],
+        tight(),
+        MOVES,
+        preemption="swap",
+        on_step=lambda start, end, plan, result, outcome: plans.append((start, result.steps)),
+    )
+    # As above; the horizon 7-11 ends where the pool does, not at 9. The third enters in the step that brings
+    # the second back, not before.
+    assert (7.0, 2) in plans
+    assert result.finish_s[:2].tolist() == [13.0, 17.5]
+    assert result.first_token_s[2] == 15.5
 
 
 def test_recomputing_costs_its_tokens():
@@ -337,9 +351,7 @@ def test_sharing_saved():
 def test_waste_of_the_orcas():
     requests = [Request(0, 3, 3)]
     for estimate, reserved, internal, external in [("oracle", 3, 0, 2), ("pow2", 3, 1, 1), ("max", 3, 26, 0)]:
-        result = run(
-            requests, ReservedMemory(16, 4, 32, estimate), windows=[Window(0.0, 1.0)], max_model_len=32
-        )
+        result = run(requests, ReservedMemory(16, 4, 32, estimate), windows=[Window(0.0, 1.0)], max_model_len=32)
         sums = result.meters[0].sums
         # Six tokens in the end, three there after the prompt. Oracle: six slots of two pages. Pow2: 3 + 4 slots. Max:
         # 32 slots, eight pages.
@@ -409,7 +421,9 @@ def test_beam_runs_are_deterministic():
 
     def finish(seed):
         cost = dataclasses.replace(MOVES, page_read_s=0.01)
-        return run(requests, PagedMemory(CacheConfig(80, page_size=4)), cost, beams=UniformBeams(seed)).finish_s.tolist()
+        return run(
+            requests, PagedMemory(CacheConfig(80, page_size=4)), cost, beams=UniformBeams(seed)
+        ).finish_s.tolist()
 
     assert finish(0) == finish(0)
     assert finish(0) != finish(1)
@@ -417,7 +431,9 @@ def test_beam_runs_are_deterministic():
 
 def test_beams_are_seeded_by_default():
     requests = [Request(i, 5, 20, num_seqs=3, beam=True) for i in range(3)]
-    ends = {run(requests, cost=MOVES).end_s for _ in range(2)} | {run(requests, cost=MOVES, beams=UniformBeams(0)).end_s}
+    ends = {run(requests, cost=MOVES).end_s for _ in range(2)} | {
+        run(requests, cost=MOVES, beams=UniformBeams(0)).end_s
+    }
     assert len(ends) == 1
 
 
@@ -426,9 +442,7 @@ def test_beams_are_seeded_by_default():
 
 def memory_plan(pages: int, page_size: int, max_model_len: int | None = None) -> sizing.MemoryPlan:
     layout = sizing.KVLayout(2, 2, 16, page_size)
-    return sizing.MemoryPlan(
-        sizing.GIB, 1.0, 0, 0, 0, layout, explicit_pages=pages, max_model_len=max_model_len
-    )
+    return sizing.MemoryPlan(sizing.GIB, 1.0, 0, 0, 0, layout, explicit_pages=pages, max_model_len=max_model_len)
 
 
 def serve_alone(plan: sizing.MemoryPlan, prompt: int, output: int, *, others: int = 0, **config) -> SimResult:
