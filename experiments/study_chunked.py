@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from experiments import fig17
 from experiments.context import Context, Preset
 from experiments.figure import Chapter, Figure, Panel, Series, Table
 from experiments.finding import Finding, graded
@@ -57,7 +58,7 @@ def settings(preset: Preset) -> list[Setting]:
 
 def trial_at(load: str, step_kind: str, budget: int) -> Trial:
     """The trial behind one row."""
-    chat = {} if load == LONG else {"new_probability": 0.5}
+    chat = {} if load == LONG else {"new_probability": fig17.NEW_PROBABILITY}
     setting = Setting(
         "paged",
         "opt-13b",

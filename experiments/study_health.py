@@ -55,8 +55,9 @@ def subjects(preset: Preset) -> list[tuple[str, Setting]]:
         rows += [
             (f"figure 15, {m} of {w}", fig15.setting_of(m, w, "alpaca")) for m in ("parallel", "beam") for w in (4,)
         ]
-        rows += [("figure 16, 5-shot prefix", s) for s in fig16.panel_settings("b", "paged")[1::3]]
-        rows += [("figure 17, chat without kept history", s) for s in fig17.settings_of("paged")[3:10:2]]
+        for panel, shots in (("a", 1), ("b", 5)):
+            rows += [(f"figure 16{panel}, {shots}-shot prefix", s) for s in fig16.panel_settings(panel, "paged")]
+        rows += [("figure 17, chat without kept history", s) for s in fig17.settings_of("paged")]
         rows += [("figure 19b, swapping", s) for s in fig19.block_settings("swap") if s.page_size == 16]
     return rows
 

@@ -253,15 +253,19 @@ class PagedMemory(Memory):
         self._logical_pages += grown
 
     def reorder(self, group: Group, parents: tuple[int, ...], stored: int) -> Copies:
-        pool, page = self.pool, self.page_size
-        tables = [seq.table for seq in group.seqs]
-        kept = [list(tables[parent]) for parent in parents]
-        for table in kept:  # first the new owners, so that no surviving page is freed on the way
-            for index, physical in enumerate(table):
-                pool.share(physical, min(page, stored - index * page))
-        for table in tables:
-            pool.drop_table(table, stored, page)
-        for seq, table in zip(group.seqs, kept, strict=True):
+        pool, page, seqs = self.pool, self.page_size, group.seqs
+        moved = [(seqs[child], list(seqs[parent].table)) for child, parent in enumerate(parents) if child != parent]
+        starts = []
+        for seq, table in moved:  # first the new owners, so that no surviving page is freed on the way
+            old, start = seq.table, len(table)
+            while start and table[start - 1] != old[start - 1]:  # beams that share a page share all before it
+                start -= 1
+            for index in range(start, len(table)):
+                pool.share(table[index], min(page, stored - index * page))
+            starts.append(start)
+        for (seq, table), start in zip(moved, starts, strict=True):
+            for index in range(len(table) - 1, start - 1, -1):
+                pool.drop(seq.table[index], min(page, stored - index * page))
             seq.table = table
         return []
 
