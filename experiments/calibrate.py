@@ -6,7 +6,7 @@ In this order, each from the points it names and from nothing else:
 
 1. the bare step of OPT-13B, from figure 1 (right): time = intercept + slope * batch;
 2. the arithmetic rate and the swap costs, from figure 19a;
-3. the serving overhead per sequence and the cost of reading a page, from the paged curves of figures 12a and 12d
+3. the serving overhead per request and the cost of reading a page, from the paged curves of figures 12a and 12d
    and the ShareGPT curve of figure 18b;
 4. the floors of OPT-66B and OPT-175B, from the low-load points of figures 12b, c, e, f;
 5. FasterTransformer's floors, from its own low-load points in figure 12.
@@ -130,7 +130,7 @@ def serving_points(calibration: Calibration, traces: str, workdir: str) -> tuple
 
 
 def fit_serving(calibration: Calibration, points: list[Point], traces: str, workdir: str) -> Calibration:
-    """Figures 12a, 12d (paged) and 18b (ShareGPT): overhead per sequence and cost of a page read, together."""
+    """Figures 12a, 12d (paged) and 18b (ShareGPT): overhead per request and cost of a page read, together."""
     slope = calibration.bare_sequence_s + mean_request_tokens() * (
         OPT_13B.kv_bytes_per_token / hardware.A100_40GB.memory_bytes_per_s
     )
@@ -138,7 +138,7 @@ def fit_serving(calibration: Calibration, points: list[Point], traces: str, work
 
     def trial(values: Sequence[float]) -> Calibration:
         bare = bare_without_reads(calibration, slope, abs(values[1]) * 1e-6 / heads)
-        return dataclasses.replace(bare, serving_sequence_s=abs(values[0]) * 1e-3)
+        return dataclasses.replace(bare, serving_group_s=abs(values[0]) * 1e-3)
 
     def error(values: Sequence[float]) -> float:
         total = sum(e * e for e in serving_points(trial(values), traces, workdir)[1])

@@ -23,7 +23,7 @@ class Calibration:
 
     Attributes:
         bare_sequence_s: a sequence's share of a bare model step, besides reading its keys and values.
-        serving_sequence_s: what the paper's serving loop adds per sequence.
+        serving_group_s: what the paper's serving loop adds per request: it schedules and samples group by group.
         page_read_s: what reading a page of one head in one layer costs besides its bytes.
         flops_per_s: effective arithmetic rate of one A100.
         swap_in_bytes_per_s, swap_out_bytes_per_s: host link.
@@ -33,7 +33,7 @@ class Calibration:
     """
 
     bare_sequence_s: float
-    serving_sequence_s: float
+    serving_group_s: float
     page_read_s: float
     flops_per_s: float
     swap_in_bytes_per_s: float

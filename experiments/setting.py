@@ -177,19 +177,16 @@ def build_cost(setting: Setting, calibration: Calibration) -> CostModel:
     page_bytes = setting.page_size * shape.kv_bytes_per_token
     page_copies = 2 * shape.num_layers  # keys and values of each layer move apart
     heads = shape.num_layers * max(1, shape.num_kv_heads // count)  # pages are read head by head on each device
-    sequence_s = {
-        "serving": calibration.bare_sequence_s + calibration.serving_sequence_s,
-        "bare": calibration.bare_sequence_s,
-        "static": 0.0,  # another engine, without a Python loop over sequences
-    }
+    static = setting.engine == "static"  # another engine, without a Python loop over sequences
     # Two sums over the devices per layer, each sending 2 (n - 1) / n of a token's activations.
     exchanged = 2 * shape.num_layers * 2 * (count - 1) / count * shape.hidden_size * shape.weight_bytes
     return CostModel(
-        floor_s=calibration.floor_s(setting.model, static=setting.engine == "static"),
+        floor_s=calibration.floor_s(setting.model, static=static),
         weights_s=shape.num_params * shape.weight_bytes / bandwidth,
         token_s=2 * shape.num_params / (calibration.flops_per_s * count),
         exchange_token_s=exchanged / device.interconnect_bytes_per_s if device.interconnect_bytes_per_s else 0.0,
-        sequence_s=sequence_s[setting.engine],
+        sequence_s=0.0 if static else calibration.bare_sequence_s,
+        group_s=calibration.serving_group_s if setting.engine == "serving" else 0.0,
         kv_token_s=shape.kv_bytes_per_token / bandwidth,
         page_read_s=calibration.page_read_s * heads,
         page_copy_s=2 * page_bytes / bandwidth,

@@ -81,16 +81,17 @@ def finding(context: Context) -> Finding:
     """Claim 23: do the paged runs with 80% to 90% of the pool in use preempt next to nobody?"""
     paged = [health for health in healths(context) if health.setting.system == "paged"]
     band = [health for health in paged if health.in_band]
-    calm = [health for health in band if health.preemption_rate <= NEAR_ZERO]
-    quiet = max((health.utilisation for health in paged if health.preemption_rate <= NEAR_ZERO), default=0.0)
-    worst = max((health.preemption_rate for health in band), default=0.0)
+    rates = sorted(health.preemption_rate for health in band)
+    span = f", with {rates[0]:.2f} to {rates[-1]:.2f} preemptions per request" if band else ""
+    quiet = [health for health in paged if health.preemption_rate <= NEAR_ZERO and health.healthy]
+    fullest = max(quiet, key=lambda health: health.utilisation, default=None)
+    words = "none is" if fullest is None else f"the fullest uses {fullest.utilisation:.0f}% ({fullest.name})"
     return Finding(
         23,
         graded(health.preemption_rate <= NEAR_ZERO and health.healthy for health in band),
-        f"{len(band)} of {len(paged)} paged runs use {BAND[0]:g}% to {BAND[1]:g}% of the pool; {len(calm)} of them "
-        f"preempt at most {NEAR_ZERO:g} times per request, the worst {worst:.2f} times. The fullest run that preempts "
-        f"so little uses {quiet:.0f}%: what a pool bears depends on how many requests share it and how long their "
-        "answers grow",
+        f"{len(band)} of {len(paged)} paged runs use {BAND[0]:g}% to {BAND[1]:g}% of the pool{span}. Of the healthy "
+        f"runs with at most {NEAR_ZERO:g} {words}: what a pool bears depends on how many requests share it and how "
+        "long their answers grow",
         f"every paged run in the band has at most {NEAR_ZERO:g} preemptions per request and at most "
         f"{HEALTHY_S:g} s/token",
         "study_health",

@@ -108,7 +108,7 @@ def over_static(context: Context) -> Answer:
     """ "Up to 22x": holds when the largest reading at 0.5 s/token reaches it, conditional when another level's does."""
     largest = {}
     for level in LEVELS:
-        ratios = fig12_ratios(context, SHAREGPT + ALPACA, "static", level)
+        ratios = fig12_ratios(context, SHAREGPT, "static", level)
         if ratios:
             panel = max(ratios, key=lambda key: ratios[key])
             largest[level] = (ratios[panel], panel)

@@ -189,13 +189,12 @@ class ReservedMemory(Memory):
         return [(first.table[index], seq.table[index]) for seq in others for index in range(pages)]
 
     def reorder(self, group: Group, parents: tuple[int, ...], stored: int) -> Copies:
-        # Nothing is shared: a beam that takes another's place copies all of its tokens.
-        pages = -(-stored // self.page_size)
+        # Nothing is shared: a beam that takes another's place copies its whole table, as the authors' Orca does.
         return [
-            (group.seqs[parent].table[index], group.seqs[child].table[index])
+            pair
             for child, parent in enumerate(parents)
             if parent != child
-            for index in range(pages)
+            for pair in zip(group.seqs[parent].table, group.seqs[child].table, strict=True)
         ]
 
     def release(self, group: Group, stored: int) -> None:

@@ -35,7 +35,7 @@ from paxkv.sched.static import StaticMemory
 # Round numbers near the calibrated ones: a new calibration must not move these tests.
 CALIBRATION = Calibration(
     bare_sequence_s=2e-4,
-    serving_sequence_s=1e-4,
+    serving_group_s=1e-4,
     page_read_s=2.5e-9,
     flops_per_s=2e14,
     swap_in_bytes_per_s=1.2e10,
