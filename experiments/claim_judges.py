@@ -9,6 +9,7 @@ from experiments import (
     fig02,
     fig13,
     paper,
+    sizing_claims,
     study_chunked,
     study_health,
     study_page_size,
@@ -37,7 +38,7 @@ LOCAL_USERS = 50
 LOCAL_PROMPT, LOCAL_ANSWER = 6144, 2048
 
 
-def _sized(*results: sizing.ClaimResult, rule: str) -> Finding:
+def _sized(*results: sizing_claims.ClaimResult, rule: str) -> Finding:
     """Sizing's answers to one claim; several parts are confirmed together, refuted together, or conditional."""
     verdict = results[0].verdict if len(results) == 1 else graded(r.verdict == "confirmed" for r in results)
     return Finding(results[0].claim, verdict, "; ".join(r.explanation for r in results), rule, "sizing")
@@ -87,20 +88,20 @@ def larger_batch(context: Context) -> Finding:
 def kv_share(context: Context) -> Finding:
     """Claim 5."""
     return _sized(
-        sizing.claim_kv_share(hardware.A100_40GB.memory_bytes), rule="pool within 2 points of 35% of the card"
+        sizing_claims.claim_kv_share(hardware.A100_40GB.memory_bytes), rule="pool within 2 points of 35% of the card"
     )
 
 
 def kv_formula(context: Context) -> Finding:
     """Claim 6."""
     return _sized(
-        sizing.claim_kv_formula(), rule="confirmed if exact for models with fewer KV heads than query heads, too"
+        sizing_claims.claim_kv_formula(), rule="confirmed if exact for models with fewer KV heads than query heads, too"
     )
 
 
 def llama_70b(context: Context) -> Finding:
     """Claim 7."""
-    parts = sizing.claim_llama_70b(), sizing.claim_llama_70b(32, 8000, 65, exact=True)
+    parts = sizing_claims.claim_llama_70b(), sizing_claims.claim_llama_70b(32, 8000, 65, exact=True)
     return _sized(*parts, rule="20 requests: over 40 GB; 32 requests: within 5% of 65 GB")
 
 
@@ -110,7 +111,7 @@ def margin(context: Context) -> Finding:
     window = run["windows"][0]
     mean = _live(run) / 100.0 * run["num_pages"] * run["page_size"] / window["mean_groups"]
     found = _sized(
-        sizing.claim_margin(mean, sizing.KVLayout.of(OPT_13B, run["page_size"])),
+        sizing_claims.claim_margin(mean, sizing.KVLayout.of(OPT_13B, run["page_size"])),
         rule="predicted margin within a half of 20%",
     )
     measured = study_page_size.empty_share(run)
@@ -135,7 +136,7 @@ def local_card(context: Context) -> Finding:
     lengths = load_lengths("sharegpt", context.traces)
     mean = round(float((lengths.prompt + lengths.output).mean()))
     found = _sized(
-        sizing.claim_local_card(LOCAL_CARD_BYTES, mean),
+        sizing_claims.claim_local_card(LOCAL_CARD_BYTES, mean),
         rule="confirmed if five users fill the card and more are lost; refuted if more than five fit at full length; "
         "else conditional",
     )

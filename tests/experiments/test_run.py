@@ -420,7 +420,7 @@ def test_the_cost_of_one_device():
     assert cost.floor_s == 0.01
     assert cost.weights_s == pytest.approx(params * 2 / 1.555e12)
     assert cost.token_s == pytest.approx(2 * params / 2e14)
-    assert (cost.sequence_s, cost.exchange_token_s) == (pytest.approx(3e-4), 0.0)
+    assert (cost.sequence_s, cost.group_s, cost.exchange_token_s) == (2e-4, 1e-4, 0.0)
     assert cost.kv_token_s == pytest.approx(819_200 / 1.555e12)
     assert cost.page_read_s == pytest.approx(40 * 40 * 2.5e-9)  # layers, heads
     assert cost.page_copy_s == pytest.approx(2 * 16 * 819_200 / 1.555e12)  # read and written
@@ -448,7 +448,7 @@ def test_tensor_parallelism_divides_what_the_devices_share():
 
 def test_engines_differ_in_overheads_only():
     serving, bare, static = (build_cost(alpaca(engine=engine), CALIBRATION) for engine in ("serving", "bare", "static"))
-    assert bare == dataclasses.replace(serving, sequence_s=2e-4)
+    assert bare == dataclasses.replace(serving, group_s=0.0)
     assert static == dataclasses.replace(bare, floor_s=0.005, sequence_s=0.0)
 
 
