@@ -28,7 +28,7 @@ from experiments import calibration as calibrations
 from experiments.context import Context, Preset
 from experiments.figure import Chapter
 from experiments.notes import explained
-from experiments.report import write_report
+from experiments.report import ReportError, write_report
 from experiments.run import Runner
 from paxkv.record import environment, write_atomically
 
@@ -171,6 +171,8 @@ def main(argv: Sequence[str]) -> None:
         )
     except ValueError as error:
         raise app.UsageError(str(error)) from error
+    except (RuntimeError, ReportError, OSError) as error:  # a failed run, a full disk, a folder that cannot be written
+        sys.exit(f"reproduce stopped: {error}\ncomplete runs are kept; the same command goes on from there")
     rows = [row for chapter in chapters for row in chapter.rows]
     missed = [row for row in rows if row.passed is False]
     tested = sum(row.passed is not None for row in rows)
