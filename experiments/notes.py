@@ -21,7 +21,7 @@ NOTES: tuple[tuple[str, str, str, str], ...] = (
     (
         "fig14",
         "paged/",
-        "",
+        "beam",
         "Orca's copies cost only their bytes in the model and its beams lose too little; see the notes on its rates. "
         "The paper's own Orca (Oracle) falls by a quarter to a third from parallel sampling to beams of the same width "
         "and memory.",
