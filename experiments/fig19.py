@@ -40,7 +40,8 @@ def microbenchmark_ms(context: Context, block: int) -> dict[str, float]:
     tokens = paper.FIG19A_TOKENS
     pages = tokens / block
     recompute = cost.floor_s + max(cost.weights_s, cost.token_s * tokens) + cost.sequence_s
-    swap_in, swap_out = cost.swap_in_page_s * pages, cost.swap_out_page_s * pages
+    swap_in = (cost.swap_in_page_s + cost.swap_in_link_s) * pages
+    swap_out = (cost.swap_out_page_s + cost.swap_out_link_s) * pages
     times = {
         "recompute": DRAWN_SHARE * recompute,
         "swap_in": swap_in,

@@ -190,9 +190,10 @@ def build_cost(setting: Setting, calibration: Calibration) -> CostModel:
         kv_token_s=shape.kv_bytes_per_token / bandwidth,
         page_read_s=calibration.page_read_s * heads,
         page_copy_s=2 * page_bytes / bandwidth,
-        swap_out_page_s=page_bytes / count / calibration.swap_out_bytes_per_s
-        + page_copies * calibration.swap_out_copy_s,
-        swap_in_page_s=page_bytes / count / calibration.swap_in_bytes_per_s + page_copies * calibration.swap_in_copy_s,
+        swap_out_page_s=page_copies * calibration.swap_out_copy_s,
+        swap_in_page_s=page_copies * calibration.swap_in_copy_s,
+        swap_out_link_s=page_bytes / count / calibration.swap_out_bytes_per_s,
+        swap_in_link_s=page_bytes / count / calibration.swap_in_bytes_per_s,
     )
 
 

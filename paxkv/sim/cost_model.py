@@ -6,10 +6,12 @@ One step takes::
           + exchange of all tokens' activations between devices
           + per-sequence and per-group overhead
           + KV bytes read / bandwidth + pages read * cost per page
-          + page copies and swaps
+          + page copies and the calls of swaps
 
-The maximum, not the sum, of reading the weights and computing: a step does both at once. The constants are
-calibrated once, on points that the report names.
+and no less than the swapped bytes take over the host link. The maximum, not the sum, of reading the weights and
+computing: a step does both at once. Swapped bytes cross the link while the step computes, and only what they take
+longer is added; the calls that start the copies are not hidden. The constants are calibrated once, on points that
+the report names.
 """
 
 from __future__ import annotations
@@ -36,8 +38,10 @@ class CostModel:
         kv_token_s: reading the keys and values of one token of context.
         page_read_s: overhead of reading one page (all layers).
         page_copy_s: copying one page inside the device.
-        swap_out_page_s: moving one page to the host.
-        swap_in_page_s: moving one page back.
+        swap_out_page_s: the calls that move one page to the host.
+        swap_in_page_s: the calls that move one page back.
+        swap_out_link_s: the bytes of one page on their way to the host.
+        swap_in_link_s: the bytes of one page on their way back.
     """
 
     floor_s: float
@@ -51,6 +55,8 @@ class CostModel:
     page_copy_s: float = 0.0
     swap_out_page_s: float = 0.0
     swap_in_page_s: float = 0.0
+    swap_out_link_s: float = 0.0
+    swap_in_link_s: float = 0.0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -78,23 +84,29 @@ class CostModel:
         )
 
     def transfer_s(self, plan: StepPlan) -> float:
-        """Page copies and swaps that the plan makes before its first step."""
+        """Page copies and the calls of swaps that the plan makes before its first step."""
         return (
             self.page_copy_s * len(plan.copies)
             + self.swap_out_page_s * len(plan.swap_out)
             + self.swap_in_page_s * len(plan.swap_in)
         )
 
+    def link_s(self, plan: StepPlan) -> float:
+        """How long the plan's swapped bytes occupy the host link."""
+        return self.swap_out_link_s * len(plan.swap_out) + self.swap_in_link_s * len(plan.swap_in)
+
     def step_s(self, plan: StepPlan) -> float:
         """The plan's first step, in seconds."""
+        transfer, link = self.transfer_s(plan), self.link_s(plan)
         if not plan.decodes and not plan.prefills:
-            return self.transfer_s(plan)
-        return (
+            return transfer + link
+        step = (
             self.fixed_s(plan)
-            + self.transfer_s(plan)
+            + transfer
             + self.kv_token_s * plan.context_tokens
             + self.page_read_s * plan.context_pages
         )
+        return step if link <= step - transfer else link + transfer
 
 
 class BeamModel(Protocol):
