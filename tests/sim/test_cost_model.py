@@ -82,6 +82,15 @@ def test_copies_and_swaps_are_added():
     assert cost.step_s(plan(0, (), swap_out=((1, 0),))) == 0.5, "a plan that runs no model step costs its swaps only"
 
 
+def test_swapped_bytes_cross_the_link_while_the_step_computes():
+    cost = dataclasses.replace(PLAIN, swap_out_page_s=0.125, swap_out_link_s=0.75, swap_in_link_s=0.5)
+    two = ((1, 0), (2, 1))
+    assert cost.link_s(plan(1, swap_out=two)) == 1.5
+    assert cost.step_s(plan(1, swap_out=two)) == 2 + 0.25, "hidden behind a step of two seconds, but for its calls"
+    assert cost.step_s(plan(1, swap_out=two, swap_in=((3, 3), (4, 4)))) == 2.5 + 0.25, "no less than the link takes"
+    assert cost.step_s(plan(0, (), swap_out=two)) == 1.5 + 0.25, "nothing to hide behind"
+
+
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(CostModel)])
 @pytest.mark.parametrize("value", [-1e-9, float("inf"), float("nan")])
 def test_times_are_finite_and_not_negative(field, value):

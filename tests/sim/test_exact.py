@@ -45,6 +45,8 @@ COST = CostModel(
     page_copy_s=1.7e-5,
     swap_out_page_s=6.1e-4,
     swap_in_page_s=5.9e-4,
+    swap_out_link_s=1.1e-2,
+    swap_in_link_s=1.2e-2,
 )
 
 MEMORIES = {
