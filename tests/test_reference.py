@@ -40,7 +40,7 @@ def test_smoke_meets_its_tolerances(rerun: dict) -> None:
 
 
 def test_readme_shows_the_committed_results() -> None:
-    """The table is what `scripts.make_reference` makes of the committed paper verdict, whose misses are all explained."""
+    """The table is what `scripts.make_reference` makes of the committed verdict, whose misses are all explained."""
     paper = load_run(ROOT / "experiments" / "reference" / "paper")
     assert markdown_table(paper).strip() in (ROOT / "README.md").read_text()
     assert not [row for row in paper.rows if row.passed is False and not row.note]
