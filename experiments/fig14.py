@@ -60,6 +60,10 @@ def chapter(context: Context) -> Chapter | None:
         "Sharing pages between the sequences of a request widens the gain.",
         "python -m experiments.reproduce --preset=paper --only=fig14",
         tuple(answer.panel for answer in answers),
-        ("The paper's curves are known by their rates at 0.1 and 0.5 s/token.",),
+        (
+            "The paper's curves are known by their rates at 0.1 and 0.5 s/token.",
+            "Two choices of the model's form, without a constant, were made after seeing this figure: the serving "
+            "overhead goes with requests, and swapped bytes cross the link while the step computes.",
+        ),
     )
     return Chapter("fig14", drawing, tuple(row for answer in answers for row in answer.rows))

@@ -83,5 +83,6 @@ def chapter(context: Context) -> Chapter:
         "Swapping pays one copy per page and layer; recomputing does not care about the block size.",
         "python -m experiments.reproduce --preset=paper --only=fig19",
         tuple(panels),
+        ("That swapped bytes cross the link while the step computes was decided after seeing (b) and figure 14.",),
     )
     return Chapter("fig19", drawing, tuple(rows))
