@@ -372,6 +372,12 @@ class PagedMemory(Memory):
         decoding = [seq for seq in running if seq.group.decoding]
         if self._decode_pages != sum(len(seq.table) for seq in decoding):
             raise AssertionError(f"pages of decodes counted {self._decode_pages}, block tables disagree")
+        due = {seq: residue for residue, seqs in enumerate(self._due) for seq in seqs}
+        waiting = [seq for group in [*self._forks, *self._beams] for seq in group.seqs]
+        if due != self._residue or {*due, *waiting} != {*decoding} or self._fork_need != len(waiting):
+            raise AssertionError(
+                f"{len(decoding)} sequences decode, {len(due)} are due and {self._fork_need} of {waiting} fork"
+            )
         for seq in decoding:
             stored = seq.group.offset + tick - 1
             if len(seq.table) != -(-stored // self.page_size):

@@ -30,5 +30,24 @@ def check_scheduler(scheduler: Scheduler, tick: int) -> None:
         generated = group.generated_at(scheduler.tick)
         if generated > group.target and not group.held:
             raise AssertionError(f"{group} generated {generated} tokens, its limit is {group.target}")
+    _check_counters(scheduler)
     scheduler.memory.check(groups, tick)
     scheduler.usage().check(scheduler.memory.num_pages * scheduler.memory.page_size)
+
+
+def _check_counters(scheduler: Scheduler) -> None:
+    running = list(scheduler._running)
+    decoding = [group for group in running if group.decoding]
+    wide = {group for group in running if group.request.num_seqs > 1}
+    counts = {
+        "sequences": (scheduler._num_seqs, sum(len(group.seqs) for group in running)),
+        "decoding groups": (scheduler._num_decoding_groups, len(decoding)),
+        "decoding sequences": (set(scheduler._decoding), {seq.seq_id for group in decoding for seq in group.seqs}),
+        "offsets": (scheduler._offsets, sum(group.offset * len(group.seqs) for group in decoding)),
+        "prefilling": (set(scheduler._prefilling), {group for group in running if not group.decoding}),
+        "wide groups": (scheduler._wide.keys() | wide, wide),
+        "beams": (set(scheduler._beams), {group for group in decoding if group.request.beam and not group.held}),
+    }
+    for name, (counted, found) in counts.items():
+        if counted != found:
+            raise AssertionError(f"{name}: the scheduler counts {counted}, the groups give {found}")

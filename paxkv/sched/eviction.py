@@ -91,7 +91,11 @@ class _Ranked(abc.ABC):
         self._clock += 1
         entry = (self._rank(page), self._clock, page)
         self._entry[page] = entry
-        heapq.heappush(self._heap, entry)
+        if len(self._heap) > 2 * len(self._entry) + 64:  # mostly entries of pages that were used again
+            self._heap = list(self._entry.values())
+            heapq.heapify(self._heap)
+        else:
+            heapq.heappush(self._heap, entry)
 
     def remove(self, page: int) -> None:
         del self._entry[page]

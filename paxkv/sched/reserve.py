@@ -234,6 +234,9 @@ class ReservedMemory(Memory):
         )
 
     def check(self, groups: list[Group], tick: int) -> None:
+        stored = [group.offset + tick - 1 for group in groups if group.decoding for _ in group.seqs]
+        if self._read_pages != sum(-(-tokens // self.page_size) for tokens in stored):
+            raise AssertionError(f"pages of decodes counted {self._read_pages}, lengths {stored} disagree")
         chunks = [(seq.table[0], self._held[g][1]) for g in groups if g in self._held for seq in g.seqs]
         chunks += [(start, size) for size, starts in self._buddies.free_chunks().items() for start in starts]
         end = 0

@@ -16,6 +16,7 @@ from paxkv.sched.block_manager import PagedMemory
 from paxkv.sched.plan import Chunk, StepOutcome, StepPlan, StepResult
 from paxkv.sched.scheduler import Scheduler
 from paxkv.sched.sequence import Group, GroupState
+from paxkv.sched.static import StaticMemory
 from paxkv.testing.fake_model import FakeModel
 from paxkv.testing.naive import NaivePages
 
@@ -263,7 +264,7 @@ class ScriptedRun:
         lengths = {seq: len(self._ids[seq]) + self._group(seq).padding for seq in plan.decodes}
         if not any(group.held for group in decoding):
             assert plan.context_tokens == sum(lengths.values()), f"context is {sum(lengths.values())}, {plan}"
-        if self.naive is not None:
+        if not isinstance(self.scheduler.memory, StaticMemory):
             pages = sum(-(-length // self.store.page_size) for length in lengths.values())
             assert plan.context_pages == pages, f"the context has {pages} pages, the plan says {plan.context_pages}"
         chunked = {self._live[chunk.seq_id][0].request_id for chunk in plan.prefills}

@@ -92,6 +92,20 @@ def test_the_last_one_left_takes_what_it_needs():
     assert not scheduler.has_work
 
 
+@pytest.mark.parametrize("ticks", range(4))
+@pytest.mark.parametrize("beam", [False, True])
+def test_a_group_left_alone_needs_only_its_copies(beam, ticks):
+    """Two samples of 5 tokens in a pool of three pages: one page is free, and one copy is all that they need."""
+    run = scripted(3)
+    before, request = Request("a", 1, 1 + ticks), Request("b", 5, 3, num_seqs=2, beam=beam)
+    run.submit(before)
+    run.run()
+    assert run.scheduler.tick == ticks
+    run.submit(request)
+    assert run.run() == run.expected(before, request)
+    assert run.scheduler.counters.preemptions == 0
+
+
 def test_all_sequences_of_a_group_or_none():
     scheduler = paged(9, num_host_pages=20)
     scheduler.submit(Request("a", 4, 9, num_seqs=2))
@@ -182,6 +196,36 @@ def test_recomputation_is_one_prefill_of_prompt_and_answer():
     assert run.scheduler.counters.recomputed_tokens == 49
 
 
+@pytest.mark.parametrize(("budget", "together"), [(20, True), (19, False)])
+def test_recomputation_of_a_group_keeps_the_budget(budget, together):
+    """Two samples of 9 + 2 tokens: 11 for the first, 3 for the second, which shares 8; beside 5 of c and one decode."""
+    limits = {"max_num_batched_tokens": budget, "max_num_seqs": 9}
+    scheduler = paged(30, force=ForceAt({2: [("b", "recompute")]}), limits=limits)
+    scheduler.submit(Request("a", 1, 9))
+    scheduler.submit(Request("b", 9, 9, num_seqs=2))
+    step(scheduler)
+    step(scheduler)
+    scheduler.submit(Request("c", 5, 9))
+    step(scheduler)
+    plan = scheduler.schedule()
+    assert admitted(plan) == (["b", "c"] if together else ["b"])
+    assert plan.prefill_tokens == 11 + 3 + (5 if together else 0)
+
+
+@pytest.mark.parametrize(("budget", "fits"), [(15, True), (14, False)])
+def test_recomputation_of_a_group_waits_for_the_budget(budget, fits):
+    limits = {"max_num_batched_tokens": budget, "max_num_seqs": 9}
+    scheduler = paged(30, force=ForceAt({3: [("b", "recompute")]}), limits=limits)
+    scheduler.submit(Request("a", 1, 9))
+    step(scheduler)
+    scheduler.submit(Request("b", 9, 9, num_seqs=2))
+    step(scheduler)
+    step(scheduler)
+    step(scheduler)
+    plan = scheduler.schedule()
+    assert (admitted(plan), plan.blocked) == ((["b"], None) if fits else ([], Blocked.BUDGET))
+
+
 def test_tokens_lost_counts_shared_pages_once():
     """Two samples of a 10-token prompt, 3 tokens later: 8 shared, 2 * 4 of their own. In prefill: what is computed."""
     force = ForceAt({1: [("b", "recompute")], 3: [("a", "recompute")]})
@@ -256,7 +300,7 @@ def test_swap_in_asks_for_its_pages_one_per_sequence_and_the_watermark(num_pages
     step(scheduler)
     step(scheduler)
     plan = step(scheduler)
-    assert (len(plan.swap_out), plan.swap_in) == (3, ())
+    assert (len(plan.swap_out), plan.swap_in, plan.blocked) == (3, (), None)  # nobody waits
     assert scheduler.memory.num_free_pages == num_pages - 4
     assert bool(step(scheduler).swap_in) == returns
 

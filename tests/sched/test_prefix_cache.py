@@ -168,6 +168,20 @@ def test_a_page_that_comes_back_starts_anew():
         assert idle.pop() == victim
 
 
+@pytest.mark.parametrize("order", sorted(ORDERS))
+def test_pages_used_again_and_again_leave_nothing_behind(order):
+    """A cache that never evicts must not grow with every hit, and still knows its order."""
+    idle = ORDERS[order]()
+    for page in range(50):
+        idle.add(page)
+    for turn in range(2000):
+        idle.remove(turn % 50)
+        idle.add(turn % 50)
+    assert len(getattr(idle, "_heap", ())) <= 2 * 50 + 65
+    victims = [idle.pop() for _ in range(50)]
+    assert victims == (list(reversed(range(50))) if order == "mru" else list(range(50)))
+
+
 def test_why_a_page_was_missed(monkeypatch):
     cache = PrefixCache()
     for page, key in enumerate("abc"):
@@ -332,6 +346,20 @@ def test_no_hit_before_the_page_is_computed():
     run.run()
     assert hits(run)["d"] == 32
     assert run.outputs["d"] == run.outputs["a"]
+
+
+@pytest.mark.parametrize(("budget", "fits"), [(17, True), (16, False)])
+def test_hits_cost_no_budget(budget, fits):
+    """48 of 64 prompt tokens are cached: beside one decode, 16 tokens are all that the step needs for them."""
+    run = cached(30, max_num_batched_tokens=budget, max_num_seqs=8)
+    run.submit(request("a", 64, 1))
+    run.run()
+    run.submit(request("other", 3, 9, first=900))
+    run.step()
+    run.submit(request("b", 64, 1))
+    plan = run.step()
+    assert plan.blocked is (None if fits else Blocked.BUDGET)
+    assert plan.prefill_tokens == (16 if fits else 0)
 
 
 def test_equal_prompts_in_one_step_share_nothing():

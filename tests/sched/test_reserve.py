@@ -58,6 +58,12 @@ def test_regions_do_not_merge():
     assert buddies.free_chunks() == {16: [0, 16], 8: [], 4: [], 2: [], 1: []}
 
 
+@pytest.mark.parametrize(("pages", "estimate"), [(0, "max"), (9, "guess"), (9, "")])
+def test_bad_reservations(pages, estimate):
+    with pytest.raises(ValueError, match="must be"):
+        ReservedMemory(pages, 16, 2048, estimate)
+
+
 @pytest.mark.parametrize("region", [0, 3, 12, -4])
 def test_regions_are_powers_of_two(region):
     with pytest.raises(ValueError, match="power of two"):

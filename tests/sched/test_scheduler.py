@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from paxkv.config import CacheConfig, SchedulerConfig
 from paxkv.request import Request
@@ -402,6 +404,42 @@ def test_a_horizon_ends_where_a_test_would_fail():
     assert [(event.request_id, event.mode) for event in plan.preempted] == [("b", "recompute")]
 
 
+@settings(max_examples=500)
+@given(
+    page_size=st.integers(1, 5),
+    num_pages=st.integers(2, 60),
+    prompts=st.lists(st.integers(1, 12), min_size=1, max_size=6),
+    output=st.integers(2, 40),
+    num_seqs=st.integers(1, 2),
+    max_horizon=st.integers(1, 40),
+)
+def test_a_horizon_is_as_long_as_can_be(page_size, num_pages, prompts, output, num_seqs, max_horizon):
+    """Compared with a walk that counts pages step by step: one page per sequence of the widest group stays free."""
+    scheduler = paged(num_pages, page_size, limits={"max_horizon": max_horizon})
+    for index, prompt in enumerate(prompts):
+        wide = num_seqs if index == 0 and prompt % page_size == 0 else 1  # no half-filled page to copy
+        try:
+            scheduler.submit(Request(index, prompt, output, num_seqs=wide))
+        except RequestRejected:
+            continue
+    if scheduler.schedule() is None:
+        return
+    scheduler.complete(StepResult())
+    plan = scheduler.schedule()
+    if plan is None or plan.prefills or plan.preempted:
+        return
+    running = [group for group in scheduler.groups() if group.decoding]
+    lengths = [group.known_at(scheduler.tick) for group in running for _ in group.seqs]
+    width = max(len(group.seqs) for group in running)
+    free, steps = scheduler.memory.num_free_pages, 1
+    while steps < min(max_horizon, output - 1):
+        free -= sum((length + steps - 1) % page_size == 0 for length in lengths)
+        if free < width:
+            break
+        steps += 1
+    assert plan.horizon == steps
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_any_way_through_a_horizon_is_the_same(seed):
     """Taken whole, in single steps or in random parts: the same finish steps, preemptions and pool use."""
@@ -548,8 +586,20 @@ def test_check_notices_a_leak():
     submit(scheduler, (5, 2))
     step(scheduler)
     scheduler.schedule()
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="page 0: 1 owners counted, 0 block-table entries found"):
         scheduler.complete(StepResult())
+
+
+def test_check_notices_a_plan_without_pages():
+    class Forgetful(PagedMemory):
+        def grow(self, tick):
+            return []
+
+    scheduler = Scheduler(SchedulerConfig(), Forgetful(CacheConfig(8, 5)), check=True)
+    submit(scheduler, (5, 3))
+    step(scheduler)
+    with pytest.raises(AssertionError, match="holds 1 pages for 6 tokens"):
+        scheduler.schedule()
 
 
 def test_scripted_runs_see_a_wrong_model():

@@ -37,6 +37,14 @@ def test_a_batch_is_full():
     assert (admitted(plan), plan.blocked) == (["a", "b", "c"], Blocked.BATCH)
 
 
+def test_batches_of_one():
+    scheduler = static(rows=1)
+    for name in "ab":
+        scheduler.submit(Request(name, 10, 2))
+    finished = [step(scheduler)[1] for _ in range(4)]
+    assert finished == [(), ("a",), (), ("b",)]
+
+
 def test_longest_prompt_and_longest_output_stay_within_2040():
     """The sum is of the batch's longest, not of one request: c's short prompt and long output close the batch."""
     scheduler = static()
