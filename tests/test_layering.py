@@ -17,9 +17,12 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 SHIPPED = ("paxkv", "pallas_kernels", "experiments", "scripts")
 JAX_FAMILY = ("jax", "jaxlib", "flax", "optax", "orbax")
 
-JAX_FREE = tuple(f"paxkv.{name}" for name in ("config", "request", "workload", "sizing", "metrics", "record"))
+JAX_FREE = tuple(
+    f"paxkv.{name}" for name in ("config", "request", "sampling", "workload", "sizing", "metrics", "record")
+)
 DEVICE_BASE = (*JAX_FREE, "paxkv.compat", "paxkv.parallel", "pallas_kernels")
-DEVICE_STACK = (*DEVICE_BASE, "paxkv.cache", "paxkv.models", "paxkv.steps", "paxkv.sched.plan")
+SCHED_VALUES = ("paxkv.sched.plan", "paxkv.sched.beam")
+DEVICE_STACK = (*DEVICE_BASE, "paxkv.cache", "paxkv.models", "paxkv.steps", *SCHED_VALUES)
 
 # Layer → what of ours it may import besides itself. The longest matching name decides; a module of paxkv that is not
 # named here (engine, testing) may import all of paxkv and pallas_kernels.
@@ -32,9 +35,11 @@ OURS = {
     "paxkv.sim": (*JAX_FREE, "paxkv.sched"),
     "paxkv.cache": DEVICE_BASE,
     "paxkv.models": (*DEVICE_BASE, "paxkv.cache"),
-    "paxkv.steps": (*DEVICE_BASE, "paxkv.cache", "paxkv.models", "paxkv.sched.plan"),
+    "paxkv.steps": (*DEVICE_BASE, "paxkv.cache", "paxkv.models", *SCHED_VALUES),
     "paxkv.aot": DEVICE_STACK,
-    "paxkv.engine": (*DEVICE_STACK, "paxkv.sched"),
+    "paxkv.output": (*DEVICE_STACK, "paxkv.sched"),
+    "paxkv.driver": (*DEVICE_STACK, "paxkv.sched", "paxkv.output", "paxkv.engine"),
+    "paxkv.engine": (*DEVICE_STACK, "paxkv.sched", "paxkv.output", "paxkv.driver"),
 }
 ROOT_NAMES = ("paxkv", "paxkv.__version__")  # the package root is free to all of paxkv
 # Layer → what of others it may import besides the standard library. Layers not named here: anything.

@@ -97,6 +97,7 @@ class Scheduler:
         self._next_order = 0
         self._next_seq_id = 0
         self._plan: StepPlan | None = None
+        self._committed = 0  # steps of the plan whose slots were given beforehand
         self._copies: Copies = []  # that the next plan must make
         self._released: list[int | str] = []
 
@@ -258,6 +259,24 @@ class Scheduler:
         if self._check:
             check_scheduler(self, tick + bool(decodes))
         return self._plan
+
+    def commit(self, steps: int) -> None:
+        """Gives the slots of the first ``steps`` steps of the current plan now.
+
+        For an executor that runs several steps in one dispatch and needs whole block tables beforehand. The plan must
+        then be completed with exactly that many steps.
+
+        Raises:
+            ValueError: no plan is open, it was committed before, or its horizon is shorter.
+        """
+        plan = self._plan
+        if plan is None or self._committed:
+            raise ValueError("commit needs a plan that was not committed yet; call schedule first")
+        if not 1 <= steps <= plan.horizon:
+            raise ValueError(f"a commitment must cover 1 to {plan.horizon} steps, got {steps}")
+        self._committed = steps
+        if steps > 1:
+            self.memory.advance(self.tick, steps)
 
     def _resuming_beams(self, prefills: list[Chunk]) -> list[Group]:
         """Beam groups whose recomputation ends with these chunks: their next tokens compete again."""
@@ -481,14 +500,16 @@ class Scheduler:
             raise ValueError("complete needs a plan; call schedule first")
         if not 1 <= result.steps <= plan.horizon:
             raise ValueError(f"a result must cover 1 to {plan.horizon} steps, got {result.steps}")
+        if self._committed not in (0, result.steps):
+            raise ValueError(f"{self._committed} steps were committed, the result covers {result.steps}")
         parents = self._parents_of(plan, result)
         if result.ended:
             self._require_tokens(plan, result.ended)
-        self._plan = None
+        committed, self._plan, self._committed = self._committed, None, 0
         self._released = []
         first_tokens: list[int | str] = []
         if plan.decodes:
-            if result.steps > 1:
+            if result.steps > 1 and not committed:
                 self.memory.advance(self.tick, result.steps)
             self.tick += result.steps
             if result.tokens is not None:
@@ -504,6 +525,58 @@ class Scheduler:
         if self._check:
             check_scheduler(self, self.tick)
         return StepOutcome(tuple(first_tokens), tuple(self._released))
+
+    def learn(self, request_id: int | str, ids: Iterable[int]) -> None:
+        """Takes the next output ids of a request of one sequence, where the results of its steps did not carry them.
+
+        An executor that keeps sampled tokens on the device knows them a step late. Pages become findable by content
+        as far as their tokens are known; a request that is gone, or has several sequences, is left alone.
+
+        Raises:
+            ValueError: more ids than the sequence has tokens.
+        """
+        group = self._groups.get(request_id)
+        if group is None or group.ids is None or group.request.num_seqs > 1:
+            return
+        known = group.known_at(self.tick) - group.padding
+        new = list(ids)
+        if len(group.ids) + len(new) > known:
+            raise ValueError(
+                f"request {request_id!r} has {known} tokens, {len(group.ids)} of them with ids; got {len(new)} more"
+            )
+        group.ids += new
+        if group.decoding and not group.held:
+            self.memory.publish(group, min(len(group.ids), known - 1))
+
+    def end(self, request_id: int | str) -> bool:
+        """Finishes a request of one sequence that produced an end token in an earlier step, wherever it is now.
+
+        Returns:
+            False if it is unknown or finished already, as when that token was its last.
+        """
+        self._require_no_plan("end")
+        group = self._groups.get(request_id)
+        if group is None or group.held:
+            return False
+        if group.request.num_seqs > 1:
+            raise ValueError(
+                f"request {request_id!r} has {group.request.num_seqs} sequences; name them in a StepResult"
+            )
+        self._released = []
+        if group.decoding:
+            self._retire(group)
+            return True
+        if group.state is GroupState.WAITING:
+            self._waiting.remove(group)
+        elif group.state is GroupState.SWAPPED:
+            self.memory.release_swapped(group, group.known - 1)
+            self._swapped.remove(group)
+        else:  # it is being computed again
+            self._leave(group)
+        group.state = GroupState.FINISHED
+        del self._groups[request_id]
+        self.counters = self.counters.add(finished=1)
+        return True
 
     def _parents_of(self, plan: StepPlan, result: StepResult) -> list[tuple[Group, tuple[int, ...]]]:
         chosen = []
