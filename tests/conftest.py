@@ -15,6 +15,12 @@ hypothesis.settings.register_profile("paxkv", derandomize=True, deadline=None, d
 hypothesis.settings.load_profile("paxkv")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--soak", action="store_true", help="run all of tests/test_soak.py, some minutes, not a fifth of it"
+    )
+
+
 @pytest.fixture(scope="session")
 def repo_root() -> pathlib.Path:
     """The checkout's root folder."""

@@ -1,4 +1,4 @@
-"""What tests of paxkv, and of anything built on it, need: naive oracles, scripted runs, force policies.
+"""What tests of paxkv, and of anything built on it, need: naive oracles, scripted runs, force policies, a tiny model.
 
-This package ships. The modules here so far need no jax.
+This package ships. What drives the scheduler alone (``scripted``, ``overlapped``, ``naive``, ``force``) needs no jax.
 """

@@ -82,7 +82,7 @@ def test_ids_that_come_late_make_pages_findable_and_no_page_before_its_ids():
 
 @pytest.mark.parametrize("mode", ["running", "recompute", "swap", "prefill"])
 def test_an_end_seen_late_ends_the_request_wherever_it_is(mode):
-    """The request ends after step 1; its end is told after step 2, which may have preempted it or begun to recompute it."""
+    """Its end is told a step late, and that step may have preempted it or begun to recompute it."""
     victims = {} if mode == "running" else {2: [("a", "swap" if mode == "swap" else "recompute")]}
     limits = {"step_kind": "chunked", "max_num_batched_tokens": 4, "max_num_seqs": 4}
     scheduler = paged(num_host_pages=20, force=ForceAt(victims), limits=limits)

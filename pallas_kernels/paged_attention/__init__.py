@@ -1,0 +1,1 @@
+"""Attention of ragged rows over paged keys and values: ``api`` has the public functions, other files one part each."""

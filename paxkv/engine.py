@@ -1,0 +1,844 @@
+"""The engine: requests in, tokens out. It carries out every plan that the scheduler makes, on real pages.
+
+One call of :meth:`Engine.step` is one plan::
+
+    schedule ──▶ commit ──▶ build inputs ──▶ dispatch ──▶ complete ─┐        (host)
+                                               │                    └─▶ next plan, while the device runs
+                                               └─ tokens stay on the device; the host reads them a step later
+
+Reading a step late costs nothing where the next plan does not depend on the tokens. Where it does (beams, several
+sequences of a request, penalties) the engine waits. A sequence whose end token is seen late has computed one dispatch
+too many; what it sampled after its end is dropped.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+
+import jax
+
+from pallas_kernels.pages import PageFormat
+from paxkv import sizing
+from paxkv.cache.pages import PageLayout
+from paxkv.config import CacheConfig, EvictionOrder, SchedulerConfig, require
+from paxkv.driver import Driver
+from paxkv.metrics import Counters
+from paxkv.models.decoder import DecoderConfig
+from paxkv.output import Live, Progress, RequestOutput, RequestTimes, TokenLogprob
+from paxkv.request import Request
+from paxkv.sampling import SamplingParams, request_seed
+from paxkv.sched.block_manager import PagedMemory
+from paxkv.sched.events import RequestRejected
+from paxkv.sched.memory import Memory
+from paxkv.sched.plan import StepOutcome, StepPlan, StepResult
+from paxkv.sched.scheduler import ForcePolicy, Scheduler
+from paxkv.sched.sequence import GroupState
+from paxkv.steps.beam import BeamSearch
+from paxkv.steps.buckets import Buckets
+from paxkv.steps.compile_log import CompileLog
+from paxkv.steps.executor import DeviceExecutor, Ticket
+from paxkv.steps.inputs import InputBuilder, StepKey
+from paxkv.steps.lane import Lane
+from paxkv.steps.step import StepOutputs
+
+StepHook = Callable[[float, float, StepPlan, StepResult, StepOutcome], None]
+
+
+class EngineError(RuntimeError):
+    """A step failed. The requests in flight are lost; the engine has a fresh pool and serves the next ones."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """Choices of an engine.
+
+    Attributes:
+        scheduler: limits; ``max_horizon`` is the most decode steps of one dispatch.
+        page_size: token positions of a page.
+        num_pages: device pages; None takes what ``memory_utilization`` leaves, at most what the limits can use.
+        memory_utilization: share of the device's total memory for weights, activations and pages.
+        num_host_pages: pages of the host pool; 0 recomputes instead of swapping.
+        watermark, prefix_caching, eviction: see :class:`paxkv.config.CacheConfig`.
+        k_format, v_format: how keys and values are stored; None stores the model's dtype.
+        overlap: whether the host plans the next step before it has read the tokens of this one.
+        max_logprobs: most of the likeliest tokens that a request can ask for; twice the widest beam search.
+        implementation: of paged attention; None picks the best for the device.
+        compile_cache: folder where compiled steps are kept between processes.
+    """
+
+    scheduler: SchedulerConfig = dataclasses.field(default_factory=lambda: SchedulerConfig(max_horizon=8))
+    page_size: int = 16
+    num_pages: int | None = None
+    memory_utilization: float = 0.9
+    num_host_pages: int = 0
+    watermark: float = 0.01
+    prefix_caching: bool = False
+    eviction: EvictionOrder = "lru"
+    k_format: PageFormat | None = None
+    v_format: PageFormat | None = None
+    overlap: bool = True
+    max_logprobs: int = 16
+    implementation: str | None = None
+    compile_cache: str | None = None
+
+    def __post_init__(self) -> None:
+        require(
+            0 < self.memory_utilization <= 1,
+            f"EngineConfig.memory_utilization is a share in (0, 1], got {self.memory_utilization!r}; 0.9 means 90%",
+        )
+        require(
+            isinstance(self.max_logprobs, int) and self.max_logprobs >= 1,
+            f"EngineConfig.max_logprobs must be a whole number of at least 1, got {self.max_logprobs!r}",
+        )
+        self.cache(self.num_pages if self.num_pages is not None else 1)
+
+    def cache(self, num_pages: int) -> CacheConfig:
+        """The cache configuration for a pool of ``num_pages``."""
+        return CacheConfig(
+            num_pages, self.page_size, self.num_host_pages, self.watermark, self.prefix_caching, self.eviction
+        )
+
+
+@dataclasses.dataclass
+class EngineStats:
+    """Sums since the engine was made.
+
+    Attributes:
+        dispatches, steps: dispatches made and steps run in them.
+        prompt_tokens, output_tokens: computed prompt tokens, and output tokens given to requests.
+        host_s: host seconds of planning, building and reading, waits for the device left out.
+        wait_s: host seconds spent waiting for tokens.
+    """
+
+    dispatches: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    host_s: float = 0.0
+    wait_s: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Flight:
+    """A dispatched plan and what completing it said."""
+
+    ticket: Ticket
+    plan: StepPlan
+    outcome: StepOutcome
+    result: StepResult
+
+
+class Engine:
+    """Serves requests with one model on the device that jax has.
+
+    Args:
+        model: the architecture.
+        params: its weights, as :func:`paxkv.models.checkpoint.load` gives them.
+        config: limits and choices.
+        tokenizer: turns prompts given as text into ids, and outputs into text.
+        end_ids: the model's end tokens; None takes the tokenizer's.
+        memory: another memory over the same pool: Orca's reservations, static batches.
+        force: makes preemptions and evictions happen at chosen steps (tests).
+        check: verify the scheduler's conservation laws after every step (slow).
+        on_plan: called with each plan before it runs.
+        on_step: called with (start, end, plan, result, outcome) after each plan's tokens were read.
+        clock: seconds.
+
+    Raises:
+        ValueError: the limits do not fit the model or the device.
+    """
+
+    def __init__(
+        self,
+        model: DecoderConfig,
+        params,
+        config: EngineConfig | None = None,
+        *,
+        tokenizer=None,
+        end_ids: Sequence[int] | None = None,
+        memory: Memory | None = None,
+        force: ForcePolicy | None = None,
+        check: bool = False,
+        on_plan: Callable[[StepPlan], None] | None = None,
+        on_step: StepHook | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        config = config if config is not None else EngineConfig()
+        limit = config.scheduler.max_model_len
+        model = model.at_length(limit)
+        if config.implementation is not None:
+            model = dataclasses.replace(model, attention=config.implementation)
+        if config.compile_cache is not None:
+            from paxkv.steps.compile_log import use_compile_cache
+
+            use_compile_cache(config.compile_cache)
+        self.model = model
+        self.config = config
+        self.tokenizer = tokenizer
+        if end_ids is None:
+            end_ids = tokenizer.end_ids if tokenizer is not None else ()
+        self.end_ids = frozenset(end_ids)
+        self.stats = EngineStats()
+        self.log = CompileLog()
+        self._on_plan, self._on_step, self._clock = on_plan, on_step, clock
+        self._force, self._check = force, check
+        if memory is None:
+            memory = PagedMemory(config.cache(self._num_pages(params)))
+        self._fresh_memory = copy.deepcopy(memory)
+        layout = self._layout(memory.num_pages, memory.page_size)
+        places = min(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens)
+        buckets = Buckets(places, config.scheduler.max_num_batched_tokens)
+        builder = InputBuilder(
+            buckets,
+            page_size=memory.page_size,
+            num_pages=memory.num_pages,
+            max_pages=-(-limit // memory.page_size),
+            max_history=limit,
+            top=config.max_logprobs,
+        )
+        self.executor = DeviceExecutor(
+            model,
+            params,
+            layout,
+            builder=builder,
+            # Twice: a finished sequence keeps its place until its last tokens are read, one dispatch after the next
+            # sequence took its seat.
+            num_places=2 * places,
+            num_host_pages=config.num_host_pages,
+            max_steps=config.scheduler.max_horizon,
+            log=self.log,
+        )
+        self._driver = Driver(self)
+        self._closed = False
+        self._names = itertools.count()
+        self._start_afresh()
+
+    def _start_afresh(self) -> None:
+        self.memory = copy.deepcopy(self._fresh_memory)
+        self.scheduler = Scheduler(self.config.scheduler, self.memory, force=self._force, check=self._check)
+        self._live: dict[int | str, Live] = {}
+        self._lanes: dict[int, Lane] = {}
+        self._owner: dict[int, Live] = {}
+        self._places = list(range(self.executor.num_places - 1, -1, -1))
+        self._flight: _Flight | None = None
+        self._fetched = False
+        self._late_ends: list[int | str] = []
+        self._early_ends: list[int] = []
+        self._outbox: list[RequestOutput] = []
+
+    def _layout(self, num_pages: int, page_size: int) -> PageLayout:
+        return self.model.cache_layout(num_pages, page_size, self.config.k_format, self.config.v_format)
+
+    def _num_pages(self, params) -> int:
+        """Pages that fit the device, at most what ``max_num_seqs`` sequences of ``max_model_len`` can fill."""
+        config, limits = self.config, self.config.scheduler
+        useful = limits.max_num_seqs * -(-limits.max_model_len // config.page_size)
+        if config.num_pages is not None:
+            return config.num_pages
+        page_bytes = self._layout(1, config.page_size).bytes
+        weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+        activations = sizing.activation_bytes(self.model.shape, limits.max_num_batched_tokens)
+        total = _device_bytes()
+        left = int(total * config.memory_utilization) - weights - int(activations)
+        require(
+            left >= page_bytes,
+            f"{config.memory_utilization:.0%} of the device's {total} bytes must hold {weights} bytes of weights, "
+            f"{activations} of activations and one page of {page_bytes}; raise memory_utilization, lower "
+            "max_num_batched_tokens, or give num_pages",
+        )
+        return min(useful, left // page_bytes)
+
+    # --- requests --------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        request_id: int | str | None = None,
+        arrival_s: float | None = None,
+        salt: str | None = None,
+        adapter: str | None = None,
+    ) -> int | str:
+        """Takes a request into the queue.
+
+        Args:
+            prompt: text, or token ids.
+            sampling: how tokens are chosen; None is greedy with the defaults of :class:`SamplingParams`.
+            request_id: a name; None makes one.
+            arrival_s: when it was due, on the engine's clock; None is now. Latencies count from here.
+            salt, adapter: keep its cached pages apart from those of others.
+
+        Returns:
+            The request's name.
+
+        Raises:
+            RequestRejected: it cannot be served; the message says why. No other request is touched.
+        """
+        self._require_open()
+        sampling = sampling if sampling is not None else SamplingParams(temperature=0.0)
+        name = request_id if request_id is not None else next(self._names)
+        while request_id is None and name in self._live:
+            name = next(self._names)
+        ids = self._prompt_ids(name, prompt)
+        self._check_sampling(name, sampling)
+        arrival = self._clock() if arrival_s is None else arrival_s
+        try:
+            request = Request(
+                name,
+                prompt_tokens=len(ids),
+                max_tokens=sampling.max_tokens,
+                num_seqs=sampling.num_seqs,
+                beam=sampling.beam_width is not None,
+                prompt_ids=tuple(ids),
+                salt=salt,
+                adapter=adapter,
+            )
+        except ValueError as error:
+            raise RequestRejected(name, str(error)) from error
+        self.scheduler.submit(request)
+        group = self.scheduler.group(name)
+        end_ids = frozenset(sampling.stop_ids) | (frozenset() if sampling.ignore_eos else self.end_ids)
+        seed = sampling.seed if sampling.seed is not None else int.from_bytes(os.urandom(4), "little")
+        progress = []
+        for index, sequence in enumerate(group.seqs):
+            key = request_seed(seed, ids, index)
+            lane = Lane(sequence, index, ids, sampling, key, tuple(sorted(end_ids)))
+            progress.append(Progress(lane, self.tokenizer.detokenizer() if self.tokenizer is not None else None))
+        beam = None
+        if sampling.beam_width is not None:
+            beam = BeamSearch(
+                sampling.beam_width,
+                tuple(sorted(end_ids)),
+                length_penalty=sampling.length_penalty,
+                early_stopping=sampling.early_stopping,
+                max_tokens=group.target,
+            )
+        live = Live(name, sampling, tuple(ids), group, progress, arrival, end_ids, beam)
+        self._live[name] = live
+        for item in progress:
+            self._lanes[item.lane.sequence.seq_id] = item.lane
+            self._owner[item.lane.sequence.seq_id] = live
+        return name
+
+    def _prompt_ids(self, name: int | str, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestRejected(name, "the prompt is text and the engine has no tokenizer; give token ids")
+            ids = self.tokenizer.encode(prompt)
+        else:
+            try:
+                ids = [int(token) for token in prompt]
+                whole = all(token == given for token, given in zip(ids, prompt, strict=True))
+            except (TypeError, ValueError):
+                whole = False
+            if not whole:
+                raise RequestRejected(
+                    name, f"a prompt must be text or a list of token ids, got {type(prompt).__name__}"
+                )
+        vocab = self.model.vocab_size
+        wrong = next((token for token in ids if not 0 <= token < vocab), None)
+        if wrong is not None:
+            raise RequestRejected(name, f"token ids must lie in 0..{vocab - 1}, got {wrong}; check the tokenizer")
+        return ids
+
+    def _check_sampling(self, name: int | str, sampling: SamplingParams) -> None:
+        most = self.config.max_logprobs
+        if not isinstance(sampling, SamplingParams):
+            raise RequestRejected(name, f"sampling must be SamplingParams, got {type(sampling).__name__}")
+        if (sampling.logprobs or 0) > most:
+            raise RequestRejected(
+                name, f"logprobs is {sampling.logprobs} and max_logprobs {most}; ask for fewer, or raise max_logprobs"
+            )
+        if sampling.beam_width is not None and 2 * sampling.beam_width > most:
+            raise RequestRejected(
+                name,
+                f"a beam search looks at twice its width, {2 * sampling.beam_width}, of the likeliest tokens and "
+                f"max_logprobs is {most}; narrow it, or raise max_logprobs",
+            )
+        if sampling.stop and self.tokenizer is None:
+            raise RequestRejected(name, "stop texts need a tokenizer; give stop_ids")
+        vocab = self.model.vocab_size
+        wrong = next((i for i in (*sampling.logit_bias, *sampling.stop_ids) if i >= vocab), None)
+        if wrong is not None:
+            raise RequestRejected(name, f"token ids must lie in 0..{vocab - 1}, got {wrong} in logit_bias or stop_ids")
+
+    def abort(self, request_id: int | str) -> bool:
+        """Drops a request wherever it is; its last output has the reason ``abort``. False if it is not in flight."""
+        live = self._live.get(request_id)
+        if live is None:
+            return False
+        self.scheduler.abort(request_id)
+        self._close_request(live, "abort")
+        return True
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished or any output was not handed out."""
+        return bool(self._live or self._outbox)
+
+    @property
+    def counters(self) -> Counters:
+        """The scheduler's counters."""
+        return self.scheduler.counters
+
+    # --- running ---------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """Carries out one plan and returns the requests whose output changed.
+
+        Raises:
+            EngineError: the step failed. All requests in flight have ended with the reason ``error``, which the
+                next call returns; the pool is fresh, and new requests are served.
+        """
+        self._require_open()
+        begin, waited = self._clock(), self.stats.wait_s
+        try:
+            self._advance()
+        except Exception as error:
+            self._fail(error)
+            raise EngineError(f"a step failed, the requests in flight are lost: {error}") from error
+        self.stats.host_s += self._clock() - begin - (self.stats.wait_s - waited)
+        out, self._outbox = self._outbox, []
+        return out
+
+    def _advance(self) -> None:
+        scheduler = self.scheduler
+        plan = scheduler.schedule()
+        if plan is None:
+            self._land()
+            return
+        if self._on_plan is not None:
+            self._on_plan(plan)
+        for admitted in plan.admitted:
+            live = self._live[admitted.request_id]
+            if not admitted.resumed:
+                live.cached_tokens = admitted.cached_tokens
+            for item in live.progress:
+                item.lane.padding = live.group.padding
+        for preempted in plan.preempted:
+            live = self._live[preempted.request_id]
+            for item in live.progress:
+                self._free_place(item.lane)
+                item.lane.held = None
+                if live.wide:
+                    # Some of its sequences may have sampled while others were still being computed: they will again.
+                    item.lane.known = live.group.known
+        steps = self._steps_of(plan)
+        scheduler.commit(steps)
+        if self._flight is not None and self._needs_tokens(plan):
+            self._read()
+        seqs = itertools.chain(plan.decodes, (chunk.seq_id for chunk in plan.prefills))
+        # Rows that a static batch keeps after their end belong to nobody.
+        lives = {id(live): live for live in map(self._owner.get, seqs) if live is not None}.values()
+        tops = any(live.wants_tops for live in lives)
+        for lane in map(self._lanes.__getitem__, plan.decodes):
+            if not lane.done:
+                self._take_place(lane)
+        ticket = self.executor.dispatch(plan, self._lanes, steps, siblings=self._siblings, tops=tops, clock=self._clock)
+        self.stats.dispatches += 1
+        self.stats.steps += steps
+        self.stats.prompt_tokens += plan.prefill_tokens
+        if ticket.work is not None:
+            for lane in ticket.work.sampled:
+                lane.known += steps
+        self._land()
+        if self._must_wait(plan, lives):
+            self._run_now(ticket, plan, steps)
+            self._apply_ends()
+            return
+        result = StepResult(steps)
+        outcome = scheduler.complete(result)
+        self._flight, self._fetched = _Flight(ticket, plan, outcome, result), False
+        self._apply_ends()
+
+    def _steps_of(self, plan: StepPlan) -> int:
+        if plan.horizon == 1:
+            return 1
+        if any(self._lanes[seq_id].params.variant == "full" for seq_id in plan.decodes):
+            return 1
+        return min(plan.horizon, self.executor.max_steps)
+
+    def _needs_tokens(self, plan: StepPlan) -> bool:
+        """Whether the plan computes tokens whose ids the host has not read yet."""
+        for chunk in plan.prefills:
+            lane = self._lanes[chunk.seq_id]
+            if chunk.start + chunk.count - lane.padding > len(lane.ids):
+                return True
+        return any(
+            not (lane.fetched or lane.done) and (lane.slot < 0 or lane.params.variant == "full")
+            for lane in map(self._lanes.__getitem__, plan.decodes)
+        )
+
+    def _must_wait(self, plan: StepPlan, lives) -> bool:
+        """Whether the next plan needs to know this one's tokens."""
+        if not self.config.overlap or any(live.wide or live.params.variant == "full" for live in lives):
+            return True
+        if self.memory_caches:
+            # The last pages of a sequence are found by content only if its ids are known before it leaves.
+            return any(
+                item.lane.known - item.lane.prompt_len >= live.target for live in lives for item in live.progress
+            )
+        return False
+
+    @property
+    def memory_caches(self) -> bool:
+        """Whether the memory finds pages by content."""
+        return getattr(self.memory, "cache", None) is not None
+
+    def _siblings(self, seq_id: int) -> list[Lane]:
+        """The lanes that sample from the last token of a prompt: its own, and at first all that share it."""
+        live = self._owner[seq_id]
+        lane = self._lanes[seq_id]
+        chosen = [lane]
+        if live.wide and lane.index == 0 and lane.known == lane.prompt_len:
+            own = {job[0].seq_id for job in live.group.jobs}
+            chosen += [item.lane for item in live.progress[1:] if item.lane.sequence.seq_id not in own]
+        for each in chosen:
+            self._take_place(each)
+        return chosen
+
+    def _run_now(self, ticket: Ticket, plan: StepPlan, steps: int) -> None:
+        """Completes a plan with its tokens in hand: what ended, and which beams continue which."""
+        outputs = self._wait(ticket)
+        ended, parents = self._take_outputs(ticket, outputs)
+        ended = self._due_ends(plan, ended)
+        result = StepResult(steps, ended=tuple(ended), tokens=self._sampled_ids(ticket, outputs), parents=parents)
+        outcome = self.scheduler.complete(result)
+        self._finish(plan, ticket, result, outcome)
+
+    def _due_ends(self, plan: StepPlan, ended: list[int]) -> list[int]:
+        """The ends that the scheduler can take now: those of a request whose sequences are all computed."""
+        self._early_ends += ended
+        done = {chunk.seq_id: chunk.start + chunk.count for chunk in plan.prefills}
+        due, early = [], []
+        for seq_id in self._early_ends:
+            live = self._owner.get(seq_id)
+            if live is None:
+                continue  # aborted since
+            complete = live.group.state is GroupState.RUNNING and (
+                live.group.jobs or not live.group.decoding or plan.decodes
+            )
+            complete = complete and all(done.get(seq.seq_id, start) >= end for seq, start, end in live.group.jobs)
+            (due if complete else early).append(seq_id)
+        self._early_ends = early
+        return due
+
+    def _sampled_ids(self, ticket: Ticket, outputs: StepOutputs | None) -> dict[int, tuple[int, ...]] | None:
+        """Every token of the dispatch, those behind an end too: their keys and values are in the pages."""
+        if ticket.work is None or outputs is None or not self.memory_caches:
+            return None
+        rows = outputs.tokens.T.tolist()
+        return {lane.sequence.seq_id: tuple(rows[row]) for row, lane in enumerate(ticket.work.sampled)}
+
+    def _land(self) -> None:
+        """Reads the tokens of the dispatch before, and hands out what they changed."""
+        flight = self._flight
+        if flight is None:
+            return
+        if not self._fetched:
+            self._read()
+        self._flight = None
+        self._finish(flight.plan, flight.ticket, flight.result, flight.outcome)
+
+    def _read(self) -> None:
+        flight = self._flight
+        assert flight is not None
+        outputs = self._wait(flight.ticket)
+        ended, _ = self._take_outputs(flight.ticket, outputs)
+        self._learn(flight.ticket)
+        self._late_ends += [self._owner[seq_id].request_id for seq_id in ended if seq_id in self._owner]
+        self._fetched = True
+
+    def _apply_ends(self) -> None:
+        """Sequences whose end token was read late leave the scheduler now that no plan is open."""
+        ends, self._late_ends = self._late_ends, []
+        for request_id in ends:
+            self.scheduler.end(request_id)
+        if len(self._lanes) > 2 * len(self._owner) + 64:
+            # A plan names only what the scheduler holds: closed requests, until then, in a static batch.
+            held = [seq.seq_id for group in self.scheduler.groups() for seq in group.seqs]
+            self._lanes = {seq_id: self._lanes[seq_id] for seq_id in held}
+
+    def _wait(self, ticket: Ticket) -> StepOutputs | None:
+        begin = self._clock()
+        outputs = self.executor.fetch(ticket)
+        self.stats.wait_s += self._clock() - begin
+        return outputs
+
+    # --- tokens ----------------------------------------------------------------------------------
+
+    def _take_outputs(
+        self, ticket: Ticket, outputs: StepOutputs | None
+    ) -> tuple[list[int], dict[int | str, tuple[int, ...]]]:
+        """Gives every lane its tokens. Returns the sequences that ended and the parents of beam groups."""
+        ended: list[int] = []
+        parents: dict[int | str, tuple[int, ...]] = {}
+        if ticket.work is None or outputs is None:
+            return ended, parents
+        tokens = outputs.tokens.tolist()
+        beams: dict[int | str, list[int]] = {}
+        for row, lane in enumerate(ticket.work.sampled):
+            seq_id = lane.sequence.seq_id
+            live = self._owner.get(seq_id)
+            if live is None or lane.done:
+                continue
+            if live.beam is not None:
+                beams.setdefault(live.request_id, []).append(row)
+                continue
+            if live.wide and len(lane.ids) >= lane.known:
+                continue  # sampled before its request was put out in the middle of a recomputation
+            item = live.by_seq[seq_id]
+            for step in range(len(tokens)):
+                if live.wants_tops:
+                    self._note_logprob(item, outputs, step, row)
+                self.stats.output_tokens += 1
+                if item.take(tokens[step][row], live.end_ids, live.target):
+                    if item.reason == "stop":
+                        ended.append(seq_id)
+                    break
+        for request_id, rows in beams.items():
+            chosen, done = self._beam_step(self._live[request_id], ticket, outputs, rows)
+            if chosen is not None:
+                parents[request_id] = chosen
+            if done:
+                ended += [item.lane.sequence.seq_id for item in self._live[request_id].progress]
+        return ended, parents
+
+    def _note_logprob(self, item: Progress, outputs: StepOutputs, step: int, row: int) -> None:
+        logprob = float(outputs.logprobs[step, row])
+        item.total += logprob
+        wanted = item.lane.params.logprobs
+        if wanted is not None:
+            pairs = zip(outputs.top_ids[step, row].tolist(), outputs.top_logprobs[step, row].tolist(), strict=True)
+            top = tuple(itertools.islice(pairs, wanted))
+            item.logprobs.append(TokenLogprob(int(outputs.tokens[step, row]), logprob, top))
+
+    def _beam_step(
+        self, live: Live, ticket: Ticket, outputs: StepOutputs, rows: list[int]
+    ) -> tuple[tuple[int, ...] | None, bool]:
+        """One step of a beam search: (parents, whether it has ended); parents are None after the prompt."""
+        assert live.beam is not None and ticket.work is not None
+        lanes = [item.lane for item in live.progress]
+        width = 2 * len(lanes)
+        for row in rows:
+            tops = (outputs.top_ids[0, row, :width], outputs.top_logprobs[0, row, :width])
+            ticket.work.sampled[row].held = tops
+        if any(lane.held is None for lane in lanes):
+            # A recomputation whose beams are computed in different steps: all compete when the last is there.
+            for row in rows:
+                ticket.work.sampled[row].known -= 1
+            return None, False
+        for lane in lanes:
+            lane.known = len(lane.ids) + 1
+        first = len(lanes[0].ids) == lanes[0].prompt_len
+        held = [lane.held for lane in lanes]
+        if first:
+            parents, tokens, done = None, *live.beam.first(*held[0])
+        else:
+            ids, scores = ([tops[part] for tops in held] for part in (0, 1))
+            parents, tokens, done = live.beam.step(ids, scores)
+        before = [lane.ids for lane in lanes]
+        for slot, lane in enumerate(lanes):
+            lane.ids = [*before[slot if parents is None else parents[slot]], int(tokens[slot])]
+            lane.held = None
+            lane.done = done
+        self.stats.output_tokens += len(lanes)
+        return parents, done
+
+    def _learn(self, ticket: Ticket) -> None:
+        """Tells the scheduler the ids of requests of one sequence, so that their pages are found by content."""
+        if ticket.work is None or not self.memory_caches:
+            return
+        for lane in ticket.work.sampled:
+            live = self._owner.get(lane.sequence.seq_id)
+            if live is None or live.wide:
+                continue
+            group = live.group
+            if group.ids is not None:
+                self.scheduler.learn(live.request_id, lane.ids[len(group.ids) :])
+
+    # --- endings ---------------------------------------------------------------------------------
+
+    def _finish(self, plan: StepPlan, ticket: Ticket, result: StepResult, outcome: StepOutcome) -> None:
+        """Hands out what a dispatch changed and closes the requests that have all their tokens."""
+        now = self._clock()
+        if ticket.work is not None:
+            touched = {}
+            for lane in ticket.work.sampled:
+                live = self._owner.get(lane.sequence.seq_id)
+                if live is not None:
+                    touched[live.request_id] = live
+            for live in touched.values():
+                self._report(live, now, result.steps)
+        if self._on_step is not None:
+            self._on_step(ticket.start_s, now, plan, result, outcome)
+
+    def _report(self, live: Live, now: float, steps: int) -> None:
+        lanes = [item.lane for item in live.progress]
+        if len(lanes[0].ids) > lanes[0].prompt_len:
+            if live.first_token_s is None:
+                live.first_token_s = now
+            live.token_s += [now] * (len(lanes[0].ids) - lanes[0].prompt_len - len(live.token_s))
+        if live.beam is not None:
+            complete = lanes[0].done or len(lanes[0].ids) - lanes[0].prompt_len >= live.target
+        else:
+            complete = all(lane.done for lane in lanes)
+        if complete:
+            self._close_request(live, None)
+        elif any(len(lane.ids) > lane.prompt_len for lane in lanes):
+            self._outbox.append(live.output())
+
+    def _close_request(self, live: Live, reason) -> None:
+        self._outbox.append(live.output(self._clock(), reason, self.tokenizer))
+        for item in live.progress:
+            item.lane.done = True
+            self._free_place(item.lane)
+            self._owner.pop(item.lane.sequence.seq_id, None)
+            # A static batch keeps the row of a finished sequence, and an end seen late may be in a dispatch: the lane
+            # stays for as long as plans can name it.
+        del self._live[live.request_id]
+
+    def _take_place(self, lane: Lane) -> None:
+        if lane.slot < 0:
+            lane.slot = self._places.pop()
+
+    def _free_place(self, lane: Lane) -> None:
+        if lane.slot >= 0:
+            self._places.append(lane.slot)
+            lane.slot = -1
+
+    def _fail(self, error: Exception) -> None:
+        """Ends everything in flight and starts with a fresh pool, or closes the engine if even that fails."""
+        now = self._clock()
+        lost = [live.output(now, "error", self.tokenizer) for live in self._live.values()]
+        lost = [out for out in self._outbox if out.finished] + lost
+        try:
+            self.executor.reset()
+            self._start_afresh()
+        except Exception:
+            self._closed = True
+            raise
+        self._outbox = lost
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise EngineError("the engine is closed; make a new one")
+
+    # --- conveniences ----------------------------------------------------------------------------
+
+    def generate(
+        self, prompts: Sequence[str | Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Serves all prompts and returns their outputs in order.
+
+        Args:
+            prompts: texts or lists of token ids.
+            sampling: one for all, or one for each.
+
+        A request that cannot be served comes back with ``refused`` set; the others are served.
+        """
+        require(not isinstance(prompts, str), "generate takes a list of prompts, got one text; write [prompt]")
+        if not isinstance(sampling, Sequence):
+            sampling = [sampling] * len(prompts)
+        require(
+            len(sampling) == len(prompts),
+            f"one SamplingParams for all prompts or one for each, got {len(sampling)} for {len(prompts)}",
+        )
+        done: dict[int | str, RequestOutput] = {}
+        order: list[int | str] = []
+        for prompt, params in zip(prompts, sampling, strict=True):
+            try:
+                order.append(self.add_request(prompt, params))
+            except RequestRejected as refusal:
+                order.append(refusal.request_id)
+                ids = () if isinstance(prompt, str) else tuple(prompt)
+                done[refusal.request_id] = RequestOutput(
+                    refusal.request_id, ids, (), True, RequestTimes(self._clock()), refused=refusal.reason
+                )
+        others = []
+        wanted = set(order)
+        while any(name not in done for name in order):
+            for output in self.step():
+                if output.request_id not in wanted:
+                    others.append(output)
+                elif output.finished:
+                    done[output.request_id] = output
+        self._outbox = others + self._outbox
+        return [done[name] for name in order]
+
+    def stream(
+        self, prompt: str | Sequence[int], sampling: SamplingParams | None = None, **options
+    ) -> Iterator[RequestOutput]:
+        """Serves one request and yields it each time that it has grown; the last one is finished.
+
+        Leaving the loop early aborts the request.
+        """
+        name = self.add_request(prompt, sampling, **options)
+        others: list[RequestOutput] = []
+        try:
+            while name in self._live or any(output.request_id == name for output in self._outbox):
+                for output in self.step():
+                    if output.request_id == name:
+                        yield output
+                    else:
+                        others.append(output)
+        finally:
+            self.abort(name)
+            self._outbox = others + [output for output in self._outbox if output.request_id != name]
+
+    def agenerate(
+        self, prompt: str | Sequence[int], sampling: SamplingParams | None = None, **options
+    ) -> AsyncIterator[RequestOutput]:
+        """Like :meth:`stream` for several callers at once: they share the engine's steps."""
+        return self._driver.stream(prompt, sampling, **options)
+
+    def warm_up(self, variants: Sequence[str] = ("greedy",), *, tops: bool = False) -> list[tuple[StepKey, float]]:
+        """Compiles every bucket beforehand.
+
+        Args:
+            variants: of sampling, see :attr:`SamplingParams.variant`.
+            tops: whether requests will ask for log-probabilities, ``best_of`` or beams.
+
+        Returns:
+            Each step with the seconds that it cost. From here on a compilation is explained in ``log``.
+        """
+        keys = []
+        for variant in variants:
+            for top in (0, self.config.max_logprobs) if tops else (0,):
+                for bucket in self.executor.builder.buckets.all():
+                    if bucket.kind == "copies":
+                        continue
+                    size = bucket.sizes
+                    keys.append(StepKey(bucket.kind, size[0], size[-1], variant, top))
+        costs = self.executor.warm_up(keys)
+        self.log.warmed_up()
+        return costs
+
+    def close(self) -> None:
+        """Ends all requests in flight and gives the pool back."""
+        if self._closed:
+            return
+        for request_id in list(self._live):
+            self.abort(request_id)
+        self._closed = True
+        self.executor.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+
+def _device_bytes() -> int:
+    """Total memory of the device: as it reports it, or the host's for a CPU."""
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return int(stats["bytes_limit"])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

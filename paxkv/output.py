@@ -1,0 +1,248 @@
+"""What the engine gives back, and the state of a request on its way there."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Literal
+
+from paxkv.sampling import SamplingParams
+from paxkv.steps.beam import BeamSearch
+from paxkv.steps.lane import Lane
+
+if TYPE_CHECKING:
+    from paxkv.models.tokenizer import Detokenizer
+    from paxkv.sched.sequence import Group
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestTimes:
+    """Clock readings of a request, seconds on the engine's clock; None where it has not happened.
+
+    Attributes:
+        arrival_s: when it was due.
+        first_token_s: when its first token reached the host.
+        finish_s: when it ended.
+        token_s: when each token of its first sequence reached the host; tokens of one dispatch arrive together.
+    """
+
+    arrival_s: float
+    first_token_s: float | None = None
+    finish_s: float | None = None
+    token_s: tuple[float, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprob:
+    """One position of an output.
+
+    Attributes:
+        token_id, logprob: what was chosen, under the model's own distribution.
+        top: the likeliest tokens there as (id, log-probability), likeliest first.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """One sequence of a request.
+
+    Attributes:
+        index: which of the request's sequences (for beams and ``best_of``: its rank).
+        token_ids: the output so far; an end or stop id that ended it is the last of them.
+        text: the output as text, without the end token and cut before a stop text; None without a tokenizer.
+        finish_reason: ``stop`` (end token, stop id or stop text), ``length``, ``abort``, ``error``; None while it runs.
+        stop: the stop text or id that ended it.
+        logprobs: per token, where the request asked for them.
+        score: of a beam: log-probability / length ** length_penalty; of ``best_of``: the summed log-probability.
+    """
+
+    index: int
+    token_ids: tuple[int, ...]
+    text: str | None = None
+    finish_reason: FinishReason | None = None
+    stop: str | int | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    score: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestOutput:
+    """A request as it stands.
+
+    Attributes:
+        request_id: as given or made by the engine.
+        prompt_ids: the prompt.
+        outputs: its sequences. Beams appear when the search has ended.
+        finished: whether nothing more will come.
+        times: clock readings.
+        cached_tokens: prompt tokens found in the prefix cache.
+        refused: why the request was never served, or None.
+    """
+
+    request_id: int | str
+    prompt_ids: tuple[int, ...]
+    outputs: tuple[Completion, ...]
+    finished: bool
+    times: RequestTimes
+    cached_tokens: int = 0
+    refused: str | None = None
+
+    @property
+    def text(self) -> str | None:
+        """Text of the first sequence."""
+        return self.outputs[0].text if self.outputs else None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Output ids of the first sequence."""
+        return self.outputs[0].token_ids if self.outputs else ()
+
+
+class Progress:
+    """One sequence's output as it grows: ids come from its lane, text and stops are found here."""
+
+    __slots__ = ("detokenizer", "lane", "logprobs", "reason", "stop", "text", "total")
+
+    def __init__(self, lane: Lane, detokenizer: Detokenizer | None) -> None:
+        self.lane = lane
+        self.detokenizer = detokenizer
+        self.text = "" if detokenizer is not None else None
+        self.reason: FinishReason | None = None
+        self.stop: str | int | None = None
+        self.logprobs: list[TokenLogprob] = []
+        self.total = 0.0
+
+    def take(self, token: int, end_ids: frozenset[int], target: int) -> bool:
+        """Takes the next token; returns whether the sequence is now complete."""
+        lane, params = self.lane, self.lane.params
+        lane.ids.append(token)
+        produced = len(lane.ids) - lane.prompt_len
+        if token in end_ids:
+            self.reason, self.stop = "stop", token
+        elif self.detokenizer is not None:
+            self.text += self.detokenizer.add(token)
+            if params.stop and produced >= params.min_tokens:
+                self._find_stop(params.stop)
+        if self.reason is None and produced >= target:
+            self.reason = "length"
+        if self.reason is not None and self.detokenizer is not None and not isinstance(self.stop, str):
+            self.text += self.detokenizer.finish()
+        lane.done = self.reason is not None
+        return lane.done
+
+    def _find_stop(self, stops: tuple[str, ...]) -> None:
+        found = [(at, stop) for stop in stops if (at := self.text.find(stop)) >= 0]
+        if found:
+            at, stop = min(found)
+            self.text, self.reason, self.stop = self.text[:at], "stop", stop
+
+    def visible(self, stops: tuple[str, ...]) -> str | None:
+        """The text so far, without a tail that may yet turn out to begin a stop text."""
+        if self.text is None or self.reason is not None or not stops:
+            return self.text
+        longest = max(map(len, stops)) - 1
+        for size in range(min(longest, len(self.text)), 0, -1):
+            if any(stop.startswith(self.text[-size:]) for stop in stops):
+                return self.text[:-size]
+        return self.text
+
+
+class Live:
+    """A request in flight."""
+
+    def __init__(
+        self,
+        request_id: int | str,
+        params: SamplingParams,
+        prompt_ids: tuple[int, ...],
+        group: Group,
+        progress: list[Progress],
+        arrival_s: float,
+        end_ids: frozenset[int],
+        beam: BeamSearch | None,
+    ) -> None:
+        self.request_id = request_id
+        self.params = params
+        self.prompt_ids = prompt_ids
+        self.group = group
+        self.progress = progress
+        self.arrival_s = arrival_s
+        self.first_token_s: float | None = None
+        self.token_s: list[float] = []
+        self.end_ids = end_ids
+        self.beam = beam
+        self.target = group.target
+        self.cached_tokens = 0
+        self.by_seq = {item.lane.sequence.seq_id: item for item in progress}
+
+    @property
+    def wide(self) -> bool:
+        """Whether it has several sequences."""
+        return len(self.progress) > 1
+
+    @property
+    def wants_tops(self) -> bool:
+        """Whether log-probabilities must come back with its tokens."""
+        params = self.params
+        return params.logprobs is not None or self.beam is not None or params.best_of not in (None, params.n)
+
+    def times(self, finish_s: float | None) -> RequestTimes:
+        """Its clock readings."""
+        return RequestTimes(self.arrival_s, self.first_token_s, finish_s, tuple(self.token_s))
+
+    def output(
+        self, finish_s: float | None = None, reason: FinishReason | None = None, tokenizer=None
+    ) -> RequestOutput:
+        """The request as it stands; ``reason`` ends what has not ended of itself."""
+        finished = finish_s is not None
+        if self.beam is not None:
+            outputs = self._beams(reason, tokenizer) if finished else ()
+        else:
+            ranked = self._ranked() if finished else self.progress[: self.params.n]
+            outputs = tuple(self._completion(rank, item, reason) for rank, item in enumerate(ranked))
+        return RequestOutput(
+            self.request_id, self.prompt_ids, outputs, finished, self.times(finish_s), self.cached_tokens
+        )
+
+    def _ranked(self) -> list[Progress]:
+        if self.params.best_of in (None, self.params.n):
+            return self.progress
+        return sorted(self.progress, key=lambda item: -item.total)[: self.params.n]
+
+    def _completion(self, rank: int, item: Progress, reason: FinishReason | None) -> Completion:
+        params = self.params
+        return Completion(
+            index=rank,
+            token_ids=tuple(item.lane.output_ids),
+            text=item.visible(params.stop),
+            finish_reason=item.reason or reason,
+            stop=item.stop,
+            logprobs=tuple(item.logprobs) if params.logprobs is not None else None,
+            score=item.total if params.best_of not in (None, params.n) else None,
+        )
+
+    def _beams(self, reason: FinishReason | None, tokenizer) -> tuple[Completion, ...]:
+        assert self.beam is not None
+        if reason is not None:
+            return ()
+        outputs = []
+        for rank, found in enumerate(self.beam.best(self.params.n)):
+            ids = tuple(found.token_ids)
+            stopped = bool(ids) and ids[-1] in self.end_ids
+            shown = ids[:-1] if stopped else ids
+            outputs.append(
+                Completion(
+                    index=rank,
+                    token_ids=ids,
+                    text=tokenizer.decode(list(shown)) if tokenizer is not None else None,
+                    finish_reason="stop" if stopped else "length",
+                    stop=ids[-1] if stopped else None,
+                    score=found.score,
+                )
+            )
+        return tuple(outputs)
