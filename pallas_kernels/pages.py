@@ -185,8 +185,7 @@ def bits_of(x: Shaped[Array, "*shape"]) -> Shaped[Array, "*shape"]:
     """The same bits as unsigned integers where ``x`` has 16-bit or 8-bit floats, else ``x``.
 
     Bits move unchanged, where a float that XLA computes on in float32 may lose the payload of a NaN. On CPUs a bitcast
-    of
-    the pool is a copy of it unless it fuses with what reads or updates it.
+    of the pool is a copy of it unless it fuses with what reads or updates it.
     """
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize > 2:
         return x

@@ -37,8 +37,7 @@ def mla_attention(
 
     All query heads share one cached vector per token of C lanes, for DeepSeek 512 of the latent and 64 of the rotary
     key; the values are its first ``v_width`` lanes. The up-projections are the caller's: that of the keys is folded
-    into
-    ``q``, that of the values applied to the output. Rows, positions, masks, padding and errors are those of
+    into ``q``, that of the values applied to the output. Rows, positions, masks, padding and errors are those of
     ``paged_attention``.
 
     Args:

@@ -68,8 +68,7 @@ def paged_attention(
         alibi_slopes: float32; head h adds ``slope * (key position - query position)``, after the cap.
         sinks: float32; head h has one more logit that takes part in the softmax and has no value.
         tree_mask: for draft trees. Query i of a row sees query j of the same row if bit ``j % 32`` of word ``j // 32``
-            of
-            the mask of its token is set (itself included), and every token cached before this step. uint32, see
+            of the mask of its token is set (itself included), and every token cached before this step. uint32, see
             ``pack_tree_mask``. Window and ALiBi then count a query's position as cached tokens + set bits - 1.
         max_query_len: a promise that no row has more queries; 1 compiles the decode path alone. Outputs of rows that
             break it are undefined.
@@ -79,8 +78,7 @@ def paged_attention(
 
     Returns:
         Output in q's dtype, computed in float32; with ``return_lse`` also the lse, float32. A query that sees nothing,
-        in
-        an empty row for example, and a padding token get zeros and an lse of -inf (its sink, if it sees only that).
+        in an empty row for example, and a padding token get zeros and an lse of -inf (its sink, if it sees only that).
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above; the message names it, its value and the rule.

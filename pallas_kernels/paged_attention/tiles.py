@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -13,12 +11,12 @@ from pallas_kernels.paged_attention.arguments import Call
 from pallas_kernels.paged_attention.places import Places, bend, visible
 from pallas_kernels.paged_attention.states import finish
 
-BLOCK_SLOTS = int(os.environ.get("BS", "128"))  # keys of a block, if pages are not larger
+BLOCK_SLOTS = 128  # keys of a block, if pages are not larger
 LOWEST = -1e30  # start of the running maximum: finite, so that differences are
 
 
 def attend(call: Call, places: Places, chosen: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
-    """Output [T,H,Dv] and log-sum-exp [T,H] of the rows with two queries or more, float32; whatever for the others."""
+    """Output [T,H,Dv] and log-sum-exp [T,H] of the chosen rows, in tiles of ``width``, float32; whatever for others."""
     tokens, heads, _ = call.q.shape
     rows = call.block_tables.shape[0]
     counts = jnp.where(chosen, (places.query_lens + width - 1) // width, 0)
@@ -65,10 +63,9 @@ def attend_tile(
     def step(block: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         top, total, out = state
         ids = blocks.page_ids(call, row, block, group)
-        if os.environ.get("TOUCH", "1") == "1":
-            ids = ids + blocks.touch(call.k_pages, ids)
-            if call.v_pages is not None:
-                ids = ids + blocks.touch(call.v_pages, ids)
+        ids = ids + blocks.touch(call.k_pages, ids)
+        if call.v_pages is not None:
+            ids = ids + blocks.touch(call.v_pages, ids)
         keys = blocks.read(call.k_pages, ids).reshape(kv_heads, length, -1)
         values = blocks.read_values(call, ids, keys).reshape(kv_heads, length, -1)
         slots = block * length + jnp.arange(length, dtype=jnp.int32)

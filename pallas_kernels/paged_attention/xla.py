@@ -1,9 +1,8 @@
 """Paged attention in plain XLA: the path of CPUs, and everybody's fallback.
 
-Two loops share a call. Rows with one query go through ``decode``, which works on a list of (row, block of keys) pairs;
-rows with more go through ``tiles``, which works on a list of query tiles. Both lists are counted from the lengths at
-run
-time, so the cost follows what the rows hold and not how wide their tables are.
+Two loops over query tiles share a call: one over the rows with one query, in tiles of one, and one over the rows with
+more, in wide tiles. Both are counted from the lengths at run time, so the cost follows what the rows hold and not how
+wide their tables are.
 """
 
 from __future__ import annotations
