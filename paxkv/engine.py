@@ -40,7 +40,7 @@ from paxkv.sched.scheduler import ForcePolicy, Scheduler
 from paxkv.sched.sequence import GroupState
 from paxkv.steps.beam import BeamSearch
 from paxkv.steps.buckets import Buckets
-from paxkv.steps.compile_log import CompileLog
+from paxkv.steps.compile_log import CompileLog, use_compile_cache
 from paxkv.steps.executor import DeviceExecutor, Ticket
 from paxkv.steps.inputs import InputBuilder, StepKey
 from paxkv.steps.lane import Lane
@@ -128,7 +128,6 @@ class _Flight:
     """A dispatched plan and what completing it said."""
 
     ticket: Ticket
-    plan: StepPlan
     outcome: StepOutcome
     result: StepResult
 
@@ -174,8 +173,6 @@ class Engine:
         if config.implementation is not None:
             model = dataclasses.replace(model, attention=config.implementation)
         if config.compile_cache is not None:
-            from paxkv.steps.compile_log import use_compile_cache
-
             use_compile_cache(config.compile_cache)
         self.model = model
         self.config = config
@@ -401,7 +398,7 @@ class Engine:
         try:
             self._advance()
         except Exception as error:
-            self._fail(error)
+            self._fail()
             raise EngineError(f"a step failed, the requests in flight are lost: {error}") from error
         self.stats.host_s += self._clock() - begin - (self.stats.wait_s - waited)
         out, self._outbox = self._outbox, []
@@ -449,12 +446,12 @@ class Engine:
                 lane.known += steps
         self._land()
         if self._must_wait(plan, lives):
-            self._run_now(ticket, plan, steps)
+            self._run_now(ticket)
             self._apply_ends()
             return
         result = StepResult(steps)
         outcome = scheduler.complete(result)
-        self._flight, self._fetched = _Flight(ticket, plan, outcome, result), False
+        self._flight, self._fetched = _Flight(ticket, outcome, result), False
         self._apply_ends()
 
     def _steps_of(self, plan: StepPlan) -> int:
@@ -479,17 +476,12 @@ class Engine:
         """Whether the next plan needs to know this one's tokens."""
         if not self.config.overlap or any(live.wide or live.params.variant == "full" for live in lives):
             return True
-        if self.memory_caches:
+        if self.memory.finds_content:
             # The last pages of a sequence are found by content only if its ids are known before it leaves.
             return any(
                 item.lane.known - item.lane.prompt_len >= live.target for live in lives for item in live.progress
             )
         return False
-
-    @property
-    def memory_caches(self) -> bool:
-        """Whether the memory finds pages by content."""
-        return getattr(self.memory, "cache", None) is not None
 
     def _siblings(self, seq_id: int) -> list[Lane]:
         """The lanes that sample from the last token of a prompt: its own, and at first all that share it."""
@@ -503,19 +495,19 @@ class Engine:
             self._take_place(each)
         return chosen
 
-    def _run_now(self, ticket: Ticket, plan: StepPlan, steps: int) -> None:
+    def _run_now(self, ticket: Ticket) -> None:
         """Completes a plan with its tokens in hand: what ended, and which beams continue which."""
         outputs = self._wait(ticket)
         ended, parents = self._take_outputs(ticket, outputs)
-        ended = self._due_ends(plan, ended)
-        result = StepResult(steps, ended=tuple(ended), tokens=self._sampled_ids(ticket, outputs), parents=parents)
+        ended = self._due_ends(ticket.plan, ended)
+        tokens = self._sampled_ids(ticket, outputs)
+        result = StepResult(ticket.num_steps, ended=tuple(ended), tokens=tokens, parents=parents)
         outcome = self.scheduler.complete(result)
-        self._finish(plan, ticket, result, outcome)
+        self._finish(ticket, result, outcome)
 
     def _due_ends(self, plan: StepPlan, ended: list[int]) -> list[int]:
         """The ends that the scheduler can take now: those of a request whose sequences are all computed."""
         self._early_ends += ended
-        done = {chunk.seq_id: chunk.start + chunk.count for chunk in plan.prefills}
         due, early = [], []
         for seq_id in self._early_ends:
             live = self._owner.get(seq_id)
@@ -524,14 +516,13 @@ class Engine:
             complete = live.group.state is GroupState.RUNNING and (
                 live.group.jobs or not live.group.decoding or plan.decodes
             )
-            complete = complete and all(done.get(seq.seq_id, start) >= end for seq, start, end in live.group.jobs)
-            (due if complete else early).append(seq_id)
+            (due if complete and live.group.completes(plan.prefills) else early).append(seq_id)
         self._early_ends = early
         return due
 
     def _sampled_ids(self, ticket: Ticket, outputs: StepOutputs | None) -> dict[int, tuple[int, ...]] | None:
         """Every token of the dispatch, those behind an end too: their keys and values are in the pages."""
-        if ticket.work is None or outputs is None or not self.memory_caches:
+        if ticket.work is None or outputs is None or not self.memory.finds_content:
             return None
         rows = outputs.tokens.T.tolist()
         return {lane.sequence.seq_id: tuple(rows[row]) for row, lane in enumerate(ticket.work.sampled)}
@@ -544,7 +535,7 @@ class Engine:
         if not self._fetched:
             self._read()
         self._flight = None
-        self._finish(flight.plan, flight.ticket, flight.result, flight.outcome)
+        self._finish(flight.ticket, flight.result, flight.outcome)
 
     def _read(self) -> None:
         flight = self._flight
@@ -636,7 +627,7 @@ class Engine:
             return None, False
         for lane in lanes:
             lane.known = len(lane.ids) + 1
-        first = len(lanes[0].ids) == lanes[0].prompt_len
+        first = not lanes[0].produced
         held = [lane.held for lane in lanes]
         if first:
             parents, tokens, done = None, *live.beam.first(*held[0])
@@ -653,7 +644,7 @@ class Engine:
 
     def _learn(self, ticket: Ticket) -> None:
         """Tells the scheduler the ids of requests of one sequence, so that their pages are found by content."""
-        if ticket.work is None or not self.memory_caches:
+        if ticket.work is None or not self.memory.finds_content:
             return
         for lane in ticket.work.sampled:
             live = self._owner.get(lane.sequence.seq_id)
@@ -665,7 +656,7 @@ class Engine:
 
     # --- endings ---------------------------------------------------------------------------------
 
-    def _finish(self, plan: StepPlan, ticket: Ticket, result: StepResult, outcome: StepOutcome) -> None:
+    def _finish(self, ticket: Ticket, result: StepResult, outcome: StepOutcome) -> None:
         """Hands out what a dispatch changed and closes the requests that have all their tokens."""
         now = self._clock()
         if ticket.work is not None:
@@ -675,23 +666,24 @@ class Engine:
                 if live is not None:
                     touched[live.request_id] = live
             for live in touched.values():
-                self._report(live, now, result.steps)
+                self._report(live, now)
         if self._on_step is not None:
-            self._on_step(ticket.start_s, now, plan, result, outcome)
+            self._on_step(ticket.start_s, now, ticket.plan, result, outcome)
 
-    def _report(self, live: Live, now: float, steps: int) -> None:
+    def _report(self, live: Live, now: float) -> None:
         lanes = [item.lane for item in live.progress]
-        if len(lanes[0].ids) > lanes[0].prompt_len:
+        produced = lanes[0].produced
+        if produced:
             if live.first_token_s is None:
                 live.first_token_s = now
-            live.token_s += [now] * (len(lanes[0].ids) - lanes[0].prompt_len - len(live.token_s))
+            live.token_s += [now] * (produced - len(live.token_s))
         if live.beam is not None:
-            complete = lanes[0].done or len(lanes[0].ids) - lanes[0].prompt_len >= live.target
+            complete = lanes[0].done or produced >= live.target
         else:
             complete = all(lane.done for lane in lanes)
         if complete:
             self._close_request(live, None)
-        elif any(len(lane.ids) > lane.prompt_len for lane in lanes):
+        elif any(lane.produced for lane in lanes):
             self._outbox.append(live.output())
 
     def _close_request(self, live: Live, reason) -> None:
@@ -713,7 +705,7 @@ class Engine:
             self._places.append(lane.slot)
             lane.slot = -1
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self) -> None:
         """Ends everything in flight and starts with a fresh pool, or closes the engine if even that fails."""
         now = self._clock()
         lost = [live.output(now, "error", self.tokenizer) for live in self._live.values()]

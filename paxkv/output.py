@@ -121,7 +121,7 @@ class Progress:
         """Takes the next token; returns whether the sequence is now complete."""
         lane, params = self.lane, self.lane.params
         lane.ids.append(token)
-        produced = len(lane.ids) - lane.prompt_len
+        produced = lane.produced
         if token in end_ids:
             self.reason, self.stop = "stop", token
         elif self.detokenizer is not None:
@@ -189,7 +189,12 @@ class Live:
     def wants_tops(self) -> bool:
         """Whether log-probabilities must come back with its tokens."""
         params = self.params
-        return params.logprobs is not None or self.beam is not None or params.best_of not in (None, params.n)
+        return params.logprobs is not None or self.beam is not None or self.ranks
+
+    @property
+    def ranks(self) -> bool:
+        """Whether it runs more sequences than it returns, the most likely ones."""
+        return self.params.best_of not in (None, self.params.n)
 
     def times(self, finish_s: float | None) -> RequestTimes:
         """Its clock readings."""
@@ -210,7 +215,7 @@ class Live:
         )
 
     def _ranked(self) -> list[Progress]:
-        if self.params.best_of in (None, self.params.n):
+        if not self.ranks:
             return self.progress
         return sorted(self.progress, key=lambda item: -item.total)[: self.params.n]
 
@@ -223,7 +228,7 @@ class Live:
             finish_reason=item.reason or reason,
             stop=item.stop,
             logprobs=tuple(item.logprobs) if params.logprobs is not None else None,
-            score=item.total if params.best_of not in (None, params.n) else None,
+            score=item.total if self.ranks else None,
         )
 
     def _beams(self, reason: FinishReason | None, tokenizer) -> tuple[Completion, ...]:

@@ -48,6 +48,10 @@ class PagedMemory(Memory):
         self._logical_pages = 0
         self._looked_up: tuple[int, Miss] = (0, Miss.OFF)
 
+    @property
+    def finds_content(self) -> bool:
+        return self.cache is not None
+
     # --- admission -------------------------------------------------------------------------------
 
     def never_fits(self, request: Request, target: int) -> str | None:

@@ -33,6 +33,11 @@ class Memory(abc.ABC):
     num_pages: int
     page_size: int
 
+    @property
+    def finds_content(self) -> bool:
+        """Whether pages are found again by what they hold (:meth:`publish`)."""
+        return False
+
     # --- admission -------------------------------------------------------------------------------
 
     @abc.abstractmethod

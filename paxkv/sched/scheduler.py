@@ -37,12 +37,6 @@ def _requeue(queue: deque[Group], group: Group) -> None:
     queue.insert(index, group)
 
 
-def _completes(group: Group, prefills: Iterable[Chunk]) -> bool:
-    """Whether the chunks are all that a group in prefill still needs."""
-    done = {chunk.seq_id: chunk.start + chunk.count for chunk in prefills}
-    return all(done.get(seq.seq_id, start) >= end for seq, start, end in group.jobs)
-
-
 class ForcePolicy(Protocol):
     """Makes rare paths happen at chosen steps (tests)."""
 
@@ -143,15 +137,7 @@ class Scheduler:
         group = self._groups.get(request_id)
         if group is None:
             return False
-        if group.state is GroupState.WAITING:
-            self._waiting.remove(group)
-        elif group.state is GroupState.SWAPPED:
-            self.memory.release_swapped(group, group.known - 1)
-            self._swapped.remove(group)
-        else:
-            self._leave(group)
-        group.state = GroupState.FINISHED
-        del self._groups[request_id]
+        self._drop(group)
         self.counters = self.counters.add(failed=1)
         return True
 
@@ -281,7 +267,7 @@ class Scheduler:
     def _resuming_beams(self, prefills: list[Chunk]) -> list[Group]:
         """Beam groups whose recomputation ends with these chunks: their next tokens compete again."""
         groups = [group for group in self._prefilling if group.request.beam and group.generated_at(self.tick) > 0]
-        return [group for group in groups if _completes(group, prefills)]
+        return [group for group in groups if group.completes(prefills)]
 
     def _width(self) -> int:
         return max((len(group.seqs) for group in self._wide), default=1) if self._wide else 1
@@ -480,10 +466,20 @@ class Scheduler:
         self._wide.pop(group, None)
         self._num_seqs -= len(group.seqs)
 
-    def _finish(self, group: Group) -> None:
-        self._leave(group)
+    def _drop(self, group: Group) -> None:
+        """The group is gone, wherever it was, and gives back what it held there."""
+        if group.state is GroupState.WAITING:
+            self._waiting.remove(group)
+        elif group.state is GroupState.SWAPPED:
+            self.memory.release_swapped(group, group.known - 1)
+            self._swapped.remove(group)
+        else:
+            self._leave(group)
         group.state = GroupState.FINISHED
         del self._groups[group.request.request_id]
+
+    def _finish(self, group: Group) -> None:
+        self._drop(group)
         self.counters = self.counters.add(finished=1)
         self._released.append(group.request.request_id)
 
@@ -566,15 +562,7 @@ class Scheduler:
         if group.decoding:
             self._retire(group)
             return True
-        if group.state is GroupState.WAITING:
-            self._waiting.remove(group)
-        elif group.state is GroupState.SWAPPED:
-            self.memory.release_swapped(group, group.known - 1)
-            self._swapped.remove(group)
-        else:  # it is being computed again
-            self._leave(group)
-        group.state = GroupState.FINISHED
-        del self._groups[request_id]
+        self._drop(group)
         self.counters = self.counters.add(finished=1)
         return True
 
@@ -590,7 +578,7 @@ class Scheduler:
         """Only a sequence that gets a token can end, and only once."""
         gets = set(plan.decodes)
         for group in self._prefilling:
-            if _completes(group, plan.prefills):
+            if group.completes(plan.prefills):
                 gets.update(seq.seq_id for seq in group.seqs)
         if len(set(ended)) < len(ended) or not gets.issuperset(ended):
             raise ValueError(f"sequences that end must get a token and end once: {ended} ended, {sorted(gets)} get one")

@@ -21,6 +21,7 @@ import enum
 from collections.abc import Iterable
 
 from paxkv.request import Request
+from paxkv.sched.plan import Chunk
 
 
 class GroupState(enum.Enum):
@@ -120,6 +121,11 @@ class Group:
     def known_at(self, tick: int) -> int:
         """Tokens of each sequence when the scheduler's decode clock shows ``tick``."""
         return self.offset + tick if self.decoding else self.known
+
+    def completes(self, prefills: Iterable[Chunk]) -> bool:
+        """Whether the chunks are all that the group, in prefill, still needs."""
+        done = {chunk.seq_id: chunk.start + chunk.count for chunk in prefills}
+        return all(done.get(seq.seq_id, start) >= end for seq, start, end in self.jobs)
 
     def generated_at(self, tick: int) -> int:
         """Output tokens of each sequence at ``tick``."""

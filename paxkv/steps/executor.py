@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paxkv.cache.pages import KVPages, PageLayout, copy_pages, init, swap_in, swap_out
+from paxkv.cache.pages import KVPages, PageContent, PageLayout, copy_pages, init, swap_in, swap_out
 from paxkv.cache.tiers import HostPool
 from paxkv.compat import step_compiler_options
 from paxkv.models.decoder import DecoderConfig
@@ -37,7 +37,6 @@ class Ticket:
         work: its inputs and sampled lanes; None if it only moved pages.
         outputs: on the device.
         start_s: clock when it was begun.
-        host_s: host seconds that it took to build and dispatch.
     """
 
     plan: StepPlan
@@ -45,7 +44,6 @@ class Ticket:
     work: StepWork | None
     outputs: StepOutputs | None
     start_s: float
-    host_s: float
 
 
 @functools.cache
@@ -140,7 +138,7 @@ class DeviceExecutor:
         outputs = None
         if work is not None:
             outputs = self.run(work.key, to_device(work.inputs))
-        return Ticket(plan, num_steps, work, outputs, start, clock() - start)
+        return Ticket(plan, num_steps, work, outputs, start)
 
     def run(self, key: StepKey, inputs) -> StepOutputs:
         """One step on the device with inputs that are there already."""
@@ -177,27 +175,31 @@ class DeviceExecutor:
             jax.block_until_ready(self.run(key, to_device(self.builder.empty(key))))
             costs.append((key, time.perf_counter() - start))
         for count in self.builder.buckets.pairs.sizes:
-            with self.log.watch(f"copies[{count}]"):
-                nowhere = jax.device_put(np.full(count, -1, np.int32))
-                self.pages = _programs()["copy"](self.pages, nowhere, nowhere)
+            nowhere = np.full(count, -1, np.int32)
+            self._copy(nowhere, nowhere)
             if self.host is not None:
-                with self.log.watch(f"swaps[{count}]"):
-                    content = jax.device_get(_programs()["swap_out"](self.pages, nowhere))
-                    self.pages = _programs()["swap_in"](self.pages, nowhere, jax.device_put(content))
+                self._put_in(nowhere, jax.device_get(self._take_out(nowhere)))
         return costs
 
     def _move(self, plan: StepPlan) -> None:
         for device, host in self._pieces(plan.swap_out):
-            with self.log.watch(f"swaps[{len(device)}]"):
-                content = _programs()["swap_out"](self.pages, jax.device_put(device))
-            self._host_pool().put(host, content)
+            self._host_pool().put(host, self._take_out(device))
         for host, device in self._pieces(plan.swap_in):
-            content = self._host_pool().get(host)
-            with self.log.watch(f"swaps[{len(device)}]"):
-                self.pages = _programs()["swap_in"](self.pages, jax.device_put(device), jax.device_put(content))
+            self._put_in(device, self._host_pool().get(host))
         for source, target in self._pieces(plan.copies):
-            with self.log.watch(f"copies[{len(source)}]"):
-                self.pages = _programs()["copy"](self.pages, jax.device_put(source), jax.device_put(target))
+            self._copy(source, target)
+
+    def _take_out(self, pages: np.ndarray) -> PageContent:
+        with self.log.watch(f"swaps[{len(pages)}]"):
+            return _programs()["swap_out"](self.pages, jax.device_put(pages))
+
+    def _put_in(self, pages: np.ndarray, content: PageContent) -> None:
+        with self.log.watch(f"swaps[{len(pages)}]"):
+            self.pages = _programs()["swap_in"](self.pages, jax.device_put(pages), jax.device_put(content))
+
+    def _copy(self, source: np.ndarray, target: np.ndarray) -> None:
+        with self.log.watch(f"copies[{len(source)}]"):
+            self.pages = _programs()["copy"](self.pages, jax.device_put(source), jax.device_put(target))
 
     def _host_pool(self) -> HostPool:
         if self.host is None:

@@ -83,13 +83,11 @@ class StepWork:
         key: the compilation it needs.
         inputs: numpy arrays, padded.
         sampled: the lane of each row of samples, in order.
-        num_steps: decode steps in the dispatch.
     """
 
     key: StepKey
     inputs: StepInputs
     sampled: tuple[Lane, ...]
-    num_steps: int
 
 
 class InputBuilder:
@@ -210,7 +208,7 @@ class InputBuilder:
             num_steps=np.asarray(num_steps, np.int32),
         )
         key = StepKey("decode" if decode else "mixed", T, R, variant, self.top if tops else 0)
-        return StepWork(key, inputs, tuple(sampled), num_steps)
+        return StepWork(key, inputs, tuple(sampled))
 
     def empty(self, key: StepKey) -> StepInputs:
         """Inputs of the shapes of ``key`` whose rows all only pad, for warm-up: they store and sample nothing."""
@@ -241,15 +239,12 @@ class InputBuilder:
         if flat.size and not (flat.min() >= 0 and flat.max() < self.num_pages):
             wrong = flat[(flat < 0) | (flat >= self.num_pages)][0]
             raise ValueError(f"page ids must lie in 0..{self.num_pages - 1}, a block table has {wrong}")
-        lens = np.minimum(lens, self.max_pages)
         tables = np.full((S, self.max_pages), -1, np.int32)
-        if flat.size:
-            widths = [min(len(table), self.max_pages) for table in lists]
-            if sum(widths) != flat.size:  # a reservation may be wider than any sequence gets long
-                flat = np.fromiter(
-                    itertools.chain.from_iterable(t[: self.max_pages] for t in lists), np.int32, sum(widths)
-                )
-            tables[np.arange(self.max_pages)[None, :] < lens[:, None]] = flat
+        row = np.repeat(np.arange(S), lens)
+        column = np.arange(flat.size) - np.repeat(np.cumsum(lens) - lens, lens)
+        fits = column < self.max_pages  # a reservation may be wider than any sequence gets long
+        tables[row[fits], column[fits]] = flat[fits]
+        lens = np.minimum(lens, self.max_pages)
         return tables, lens
 
     def _sampling(self, sampled: Sequence[Lane], R: int, variant: str) -> SampleInputs:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
+
 from paxkv.sampling import SamplingParams
 
 
@@ -35,7 +37,7 @@ class Lane:
         seed: the request's sampling key for this sequence, two 32-bit words.
         slot: where its newest token lies on the device; -1 while it has no place there.
         end_ids: tokens that end it, for ``min_tokens``.
-        held: tokens sampled while other sequences of its request were still being computed.
+        held: of a beam, the likeliest next tokens (ids, log-probabilities) until those of all beams are there.
         done: whether its output is complete; what is sampled for it later is dropped.
     """
 
@@ -73,8 +75,13 @@ class Lane:
         self.seed = seed
         self.slot = -1
         self.end_ids = end_ids
-        self.held: int | None = None
+        self.held: tuple[np.ndarray, np.ndarray] | None = None
         self.done = False
+
+    @property
+    def produced(self) -> int:
+        """Output tokens that the host has the ids of."""
+        return len(self.ids) - self.prompt_len
 
     @property
     def output_ids(self) -> list[int]:
