@@ -168,8 +168,7 @@ def _mixtral_experts(rules: RuleList, ours: str, theirs: str) -> None:
 
 def _router(rules: RuleList, ours: str, theirs: str) -> None:
     c = rules.config
-    shape = (c.experts.count, c.hidden_size)
-    rules.add((ours, "ffn", "router"), [f"{theirs}.gate.weight"], [shape], lambda tensors: tensors[0].T)
+    rules.turned((ours, "ffn", "router"), f"{theirs}.gate.weight", (c.experts.count, c.hidden_size))
 
 
 def _deepseek_experts(rules: RuleList, ours: str, theirs: str) -> None:
@@ -195,13 +194,25 @@ def _latent_attention(rules: RuleList, ours: str, theirs: str) -> None:
         rules.linear((*path, "q_up"), [(f"{theirs}.q_b_proj", q)], mla.q_rank)
     rules.norm((*path, "kv_norm"), f"{theirs}.kv_a_layernorm", mla.kv_rank)
     shape = (heads * (mla.nope_size + mla.v_size), mla.kv_rank)
-
-    def by_head(tensors) -> np.ndarray:
-        return tensors[0].reshape(heads, mla.nope_size + mla.v_size, mla.kv_rank)
-
     source = [f"{theirs}.kv_b_proj.weight"]
-    rules.add((*path, "k_up"), source, [shape], lambda tensors: by_head(tensors)[:, : mla.nope_size])
-    rules.add((*path, "v_up"), source, [shape], lambda tensors: by_head(tensors)[:, mla.nope_size :].swapaxes(1, 2))
+
+    def by_head(tensor: np.ndarray) -> np.ndarray:
+        return tensor.reshape(heads, mla.nope_size + mla.v_size, mla.kv_rank)
+
+    rules.add(
+        (*path, "k_up"),
+        (heads, mla.nope_size, mla.kv_rank),
+        source,
+        [shape],
+        lambda weight, _, tensor: [(weight, by_head(tensor)[:, : mla.nope_size])],
+    )
+    rules.add(
+        (*path, "v_up"),
+        (heads, mla.kv_rank, mla.v_size),
+        source,
+        [shape],
+        lambda weight, _, tensor: [(weight, by_head(tensor)[:, mla.nope_size :].swapaxes(1, 2))],
+    )
     rules.linear((*path, "out"), [(f"{theirs}.o_proj", hidden)], heads * mla.v_size, c.out_bias)
 
 

@@ -20,7 +20,9 @@ BLOCKS = 12
 
 @functools.cache
 def _compiled(config: DecoderConfig):
-    return jax.jit(Decoder(config).apply, donate_argnums=3)
+    # Nearly all the time goes into compiling tiny programs, of which each runs a few times.
+    quick = {"xla_backend_optimization_level": 0}
+    return jax.jit(Decoder(config).apply, donate_argnums=3, compiler_options=quick)
 
 
 class Session:

@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from paxkv.cache.pages import init
+from paxkv.cache.rows import Rows
 from paxkv.models.decoder import Decoder
 from paxkv.models.families import FAMILIES, canonical_name, from_hf_config, tensor_map
-from paxkv.models.weights import check_params, flatten, init_params, stack_layers, unstack_layers
+from paxkv.models.weights import check_params, flatten, init_params, stack_layers, unflatten, unstack_layers
 from tests.models.checkpoints import HF, LLAMA, config_of, params_of, tensors_of
 from tests.models.oracle import Oracle
 from tests.models.session import Session
@@ -67,8 +69,6 @@ def test_bfloat16_stays_near(name):
         path: jnp.float32 if path[-1] == "correction_bias" else jnp.bfloat16
         for path in flatten(params_of(name, stacked=True))
     }
-    from paxkv.models.weights import unflatten
-
     params = {path: value.astype(exact[path]) for path, value in flatten(params_of(name, stacked=True)).items()}
     logits = Session(config, unflatten(params), width=14).step({"a": TOKENS})["a"]
     assert logits.dtype == np.float32
@@ -79,9 +79,6 @@ def test_logits_only_where_wanted():
     config, params = config_of("llama"), params_of("llama", stacked=True)
     session = Session(config, params, width=14)
     every = session.step({"a": TOKENS})["a"]
-    from paxkv.cache.pages import init
-    from paxkv.cache.rows import Rows
-
     rows = Rows(jnp.asarray([[2, 0, 1, 3]]), jnp.asarray([14]), jnp.asarray([0, 14]), jnp.asarray(_slots([2, 0, 1, 3])))
     some, _ = Decoder(config).apply(
         {"params": params},
@@ -105,6 +102,18 @@ def test_stacking_turns_back(name):
     flat = flatten(unrolled)
     assert set(back) == set(flat)
     assert all(np.array_equal(back[path], flat[path]) for path in flat)
+
+
+@pytest.mark.parametrize("name", HF)
+def test_rules_turn_back(name):
+    tensors = tensors_of(name)
+    back = {source: np.full_like(tensor, np.nan) for source, tensor in tensors.items()}
+    for rule in tensor_map(config_of(name)):
+        weight = rule([tensors[source] for source in rule.sources])
+        for number, source in enumerate(rule.sources):
+            rule.take(weight, number, back[source])
+    for source, tensor in tensors.items():
+        np.testing.assert_array_equal(back[source], tensor, err_msg=source)
 
 
 def test_random_weights_do_not_depend_on_stacking():
@@ -216,14 +225,16 @@ def test_tied_flag_and_stored_head(tied, stored):
     if not stored:
         del tensors["lm_head.weight"]
     used = {name: tensor for name, tensor in tensors.items() if canonical_name(config, name) == name}
-    params = {path: rule for path, rule in rules.items() if all(source in used for source in rule.sources)}
-    if not tied and not stored:
-        assert ("head",) in rules and ("head",) not in params
-        return
-    flat = {path: jnp.asarray(rule([used[source] for source in rule.sources])) for path, rule in params.items()}
-    from paxkv.models.weights import unflatten
-
+    flat = {
+        path: jnp.asarray(rule([used[source] for source in rule.sources]))
+        for path, rule in rules.items()
+        if all(source in used for source in rule.sources)
+    }
     params = stack_layers(unflatten(flat), config)
+    if not tied and not stored:
+        with pytest.raises(ValueError, match="weight head is missing"):
+            check_params(params, config)
+        return
     check_params(params, config)
     logits = Session(config, params, width=14).step({"a": TOKENS})["a"]
     assert_close(logits, Oracle(LLAMA | {"model_type": "llama", "tie_word_embeddings": tied}, tensors).logits(TOKENS))
