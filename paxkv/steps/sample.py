@@ -14,11 +14,12 @@ What is done to a row, in this order; a neutral value leaves the row's bits as t
 7. ``min_p`` keeps tokens at least that fraction as likely as the most likely one. (The order of 4 to 7 is that of
    Hugging Face transformers. vLLM applies ``min_p`` before ``top_k``.)
 
-A row's result depends on nothing but the row. Its random numbers are those of ``fold_in(request key, position)``, a
+A row's token depends on nothing but the row. Its random numbers are those of ``fold_in(request key, position)``, a
 hash without state, so neither the batch, nor chunking, nor a preemption can move them. And everything that decides
 a token is either done to each logit alone or a sum of integers, which no backend and no batch size can round
 differently: probabilities are held as multiples of 2^-25 of the largest one. Tokens less likely than half of that
-are never drawn; float32 noise added to logits would lose them too.
+are never drawn; float32 noise added to logits would lose them too. (The log-probabilities that are reported contain a
+sum of floats, which may round differently in a batch of another size.)
 
 There is no sort: a threshold is found by halving the range of the float's own bits, in passes that XLA vectorises.
 The draw has two stages, first a group of tokens, then a token of it, so that a row of V logits costs V/32 random
