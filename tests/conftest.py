@@ -19,6 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--soak", action="store_true", help="run all of tests/test_soak.py, some minutes, not a fifth of it"
     )
+    parser.addoption("--real-model", action="store_true", help="run the tests of a real model that pip has installed")
 
 
 @pytest.fixture(scope="session")

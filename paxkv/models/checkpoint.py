@@ -8,11 +8,15 @@ import pathlib
 
 import jax
 
+from paxkv.models import orbax_folder
 from paxkv.models.architecture import DecoderConfig
 from paxkv.models.assembly import Progress, assemble
 from paxkv.models.families import from_hf_config
 from paxkv.models.hf_folder import CONFIG, HFTensors, read_json
+from paxkv.models.orbax_folder import save
 from paxkv.models.weights import Tree
+
+__all__ = ["load", "save"]
 
 
 def load(
@@ -25,7 +29,7 @@ def load(
     """A decoder and its weights. Tensors are read one by one; the weights are in memory once, as they are built.
 
     Args:
-        path: a folder with config.json and *.safetensors, a file *.gguf.
+        path: a folder with config.json and *.safetensors, a file *.gguf, or a folder that :func:`save` made.
         dtype: of the weights, ``float32``, ``bfloat16`` or ``float16``; None: what the checkpoint names.
         scan_layers: weights stacked [L, ...] rather than by layer. None: stacked, but by layer on CPU, where a scan
             copies each layer's weights in every step.
@@ -46,8 +50,10 @@ def load(
     if not path.is_dir():
         raise FileNotFoundError(
             f"{path} is {'no folder' if path.exists() else 'not there'}; give a folder with {CONFIG} and "
-            "*.safetensors, or a file *.gguf. Nothing is downloaded"
+            "*.safetensors, a file *.gguf, or a folder that was saved. Nothing is downloaded"
         )
+    if (path / orbax_folder.CONFIG).is_file():
+        return orbax_folder.load(path, dtype=dtype, scan_layers=scan, progress=progress)
     config = from_hf_config(read_json(path / CONFIG))
     config = dataclasses.replace(config, dtype=dtype or config.dtype, scan_layers=scan)
     with contextlib.ExitStack() as stack:
