@@ -20,16 +20,14 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
-import jax
-
-from pallas_kernels.pages import PageFormat
-from paxkv import sizing
-from paxkv.cache.pages import PageLayout
-from paxkv.config import CacheConfig, EvictionOrder, SchedulerConfig, require
+from paxkv import admission
+from paxkv.config import require
 from paxkv.driver import Driver
+from paxkv.engine_config import EngineConfig, pool_pages
+from paxkv.intake import take_tokens
 from paxkv.metrics import Counters
 from paxkv.models.decoder import DecoderConfig
-from paxkv.output import Live, Progress, RequestOutput, RequestTimes, TokenLogprob
+from paxkv.output import Live, Progress, RequestOutput, RequestTimes
 from paxkv.request import Request
 from paxkv.sampling import SamplingParams, request_seed
 from paxkv.sched.block_manager import PagedMemory
@@ -46,62 +44,13 @@ from paxkv.steps.inputs import InputBuilder, StepKey
 from paxkv.steps.lane import Lane
 from paxkv.steps.step import StepOutputs
 
+__all__ = ["Engine", "EngineConfig", "EngineError", "EngineStats"]
+
 StepHook = Callable[[float, float, StepPlan, StepResult, StepOutcome], None]
 
 
 class EngineError(RuntimeError):
     """A step failed. The requests in flight are lost; the engine has a fresh pool and serves the next ones."""
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineConfig:
-    """Choices of an engine.
-
-    Attributes:
-        scheduler: limits; ``max_horizon`` is the most decode steps of one dispatch.
-        page_size: token positions of a page.
-        num_pages: device pages; None takes what ``memory_utilization`` leaves, at most what the limits can use.
-        memory_utilization: share of the device's total memory for weights, activations and pages.
-        num_host_pages: pages of the host pool; 0 recomputes instead of swapping.
-        watermark, prefix_caching, eviction: see :class:`paxkv.config.CacheConfig`.
-        k_format, v_format: how keys and values are stored; None stores the model's dtype.
-        overlap: whether the host plans the next step before it has read the tokens of this one.
-        max_logprobs: most of the likeliest tokens that a request can ask for; twice the widest beam search.
-        implementation: of paged attention; None picks the best for the device.
-        compile_cache: folder where compiled steps are kept between processes.
-    """
-
-    scheduler: SchedulerConfig = dataclasses.field(default_factory=lambda: SchedulerConfig(max_horizon=8))
-    page_size: int = 16
-    num_pages: int | None = None
-    memory_utilization: float = 0.9
-    num_host_pages: int = 0
-    watermark: float = 0.01
-    prefix_caching: bool = False
-    eviction: EvictionOrder = "lru"
-    k_format: PageFormat | None = None
-    v_format: PageFormat | None = None
-    overlap: bool = True
-    max_logprobs: int = 16
-    implementation: str | None = None
-    compile_cache: str | None = None
-
-    def __post_init__(self) -> None:
-        require(
-            0 < self.memory_utilization <= 1,
-            f"EngineConfig.memory_utilization is a share in (0, 1], got {self.memory_utilization!r}; 0.9 means 90%",
-        )
-        require(
-            isinstance(self.max_logprobs, int) and self.max_logprobs >= 1,
-            f"EngineConfig.max_logprobs must be a whole number of at least 1, got {self.max_logprobs!r}",
-        )
-        self.cache(self.num_pages if self.num_pages is not None else 1)
-
-    def cache(self, num_pages: int) -> CacheConfig:
-        """The cache configuration for a pool of ``num_pages``."""
-        return CacheConfig(
-            num_pages, self.page_size, self.num_host_pages, self.watermark, self.prefix_caching, self.eviction
-        )
 
 
 @dataclasses.dataclass
@@ -185,9 +134,9 @@ class Engine:
         self._on_plan, self._on_step, self._clock = on_plan, on_step, clock
         self._force, self._check = force, check
         if memory is None:
-            memory = PagedMemory(config.cache(self._num_pages(params)))
+            memory = PagedMemory(config.cache(pool_pages(model, params, config)))
         self._fresh_memory = copy.deepcopy(memory)
-        layout = self._layout(memory.num_pages, memory.page_size)
+        layout = model.cache_layout(memory.num_pages, memory.page_size, config.k_format, config.v_format)
         places = min(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens)
         buckets = Buckets(places, config.scheduler.max_num_batched_tokens)
         builder = InputBuilder(
@@ -226,29 +175,8 @@ class Engine:
         self._fetched = False
         self._late_ends: list[int | str] = []
         self._early_ends: list[int] = []
+        self._changed: dict[int | str, Live] = {}
         self._outbox: list[RequestOutput] = []
-
-    def _layout(self, num_pages: int, page_size: int) -> PageLayout:
-        return self.model.cache_layout(num_pages, page_size, self.config.k_format, self.config.v_format)
-
-    def _num_pages(self, params) -> int:
-        """Pages that fit the device, at most what ``max_num_seqs`` sequences of ``max_model_len`` can fill."""
-        config, limits = self.config, self.config.scheduler
-        useful = limits.max_num_seqs * -(-limits.max_model_len // config.page_size)
-        if config.num_pages is not None:
-            return config.num_pages
-        page_bytes = self._layout(1, config.page_size).bytes
-        weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-        activations = sizing.activation_bytes(self.model.shape, limits.max_num_batched_tokens)
-        total = _device_bytes()
-        left = int(total * config.memory_utilization) - weights - int(activations)
-        require(
-            left >= page_bytes,
-            f"{config.memory_utilization:.0%} of the device's {total} bytes must hold {weights} bytes of weights, "
-            f"{activations} of activations and one page of {page_bytes}; raise memory_utilization, lower "
-            "max_num_batched_tokens, or give num_pages",
-        )
-        return min(useful, left // page_bytes)
 
     # --- requests --------------------------------------------------------------------------------
 
@@ -282,8 +210,9 @@ class Engine:
         name = request_id if request_id is not None else next(self._names)
         while request_id is None and name in self._live:
             name = next(self._names)
-        ids = self._prompt_ids(name, prompt)
-        self._check_sampling(name, sampling)
+        ids = admission.prompt_ids(name, prompt, self.tokenizer, self.model.vocab_size)
+        limits = (self.model.vocab_size, self.config.max_logprobs)
+        admission.check_sampling(name, sampling, self.tokenizer, *limits)
         arrival = self._clock() if arrival_s is None else arrival_s
         try:
             request = Request(
@@ -323,48 +252,6 @@ class Engine:
             self._owner[item.lane.sequence.seq_id] = live
         return name
 
-    def _prompt_ids(self, name: int | str, prompt: str | Sequence[int]) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise RequestRejected(name, "the prompt is text and the engine has no tokenizer; give token ids")
-            ids = self.tokenizer.encode(prompt)
-        else:
-            try:
-                ids = [int(token) for token in prompt]
-                whole = all(token == given for token, given in zip(ids, prompt, strict=True))
-            except (TypeError, ValueError):
-                whole = False
-            if not whole:
-                raise RequestRejected(
-                    name, f"a prompt must be text or a list of token ids, got {type(prompt).__name__}"
-                )
-        vocab = self.model.vocab_size
-        wrong = next((token for token in ids if not 0 <= token < vocab), None)
-        if wrong is not None:
-            raise RequestRejected(name, f"token ids must lie in 0..{vocab - 1}, got {wrong}; check the tokenizer")
-        return ids
-
-    def _check_sampling(self, name: int | str, sampling: SamplingParams) -> None:
-        most = self.config.max_logprobs
-        if not isinstance(sampling, SamplingParams):
-            raise RequestRejected(name, f"sampling must be SamplingParams, got {type(sampling).__name__}")
-        if (sampling.logprobs or 0) > most:
-            raise RequestRejected(
-                name, f"logprobs is {sampling.logprobs} and max_logprobs {most}; ask for fewer, or raise max_logprobs"
-            )
-        if sampling.beam_width is not None and 2 * sampling.beam_width > most:
-            raise RequestRejected(
-                name,
-                f"a beam search looks at twice its width, {2 * sampling.beam_width}, of the likeliest tokens and "
-                f"max_logprobs is {most}; narrow it, or raise max_logprobs",
-            )
-        if sampling.stop and self.tokenizer is None:
-            raise RequestRejected(name, "stop texts need a tokenizer; give stop_ids")
-        vocab = self.model.vocab_size
-        wrong = next((i for i in (*sampling.logit_bias, *sampling.stop_ids) if i >= vocab), None)
-        if wrong is not None:
-            raise RequestRejected(name, f"token ids must lie in 0..{vocab - 1}, got {wrong} in logit_bias or stop_ids")
-
     def abort(self, request_id: int | str) -> bool:
         """Drops a request wherever it is; its last output has the reason ``abort``. False if it is not in flight."""
         live = self._live.get(request_id)
@@ -393,6 +280,12 @@ class Engine:
             EngineError: the step failed. All requests in flight have ended with the reason ``error``, which the
                 next call returns; the pool is fresh, and new requests are served.
         """
+        done = self._run_plan()
+        changed, self._changed = self._changed, {}
+        return done + [live.output() for live in changed.values()]
+
+    def _run_plan(self) -> list[RequestOutput]:
+        """Carries out one plan and returns the requests that ended; those that grew are in ``_changed``."""
         self._require_open()
         begin, waited = self._clock(), self.stats.wait_s
         try:
@@ -401,8 +294,8 @@ class Engine:
             self._fail()
             raise EngineError(f"a step failed, the requests in flight are lost: {error}") from error
         self.stats.host_s += self._clock() - begin - (self.stats.wait_s - waited)
-        out, self._outbox = self._outbox, []
-        return out
+        done, self._outbox = self._outbox, []
+        return done
 
     def _advance(self) -> None:
         scheduler = self.scheduler
@@ -457,7 +350,7 @@ class Engine:
     def _steps_of(self, plan: StepPlan) -> int:
         if plan.horizon == 1:
             return 1
-        if any(self._lanes[seq_id].params.variant == "full" for seq_id in plan.decodes):
+        if any(self._lanes[seq_id].variant == "full" for seq_id in plan.decodes):
             return 1
         return min(plan.horizon, self.executor.max_steps)
 
@@ -468,13 +361,13 @@ class Engine:
             if chunk.start + chunk.count - lane.padding > len(lane.ids):
                 return True
         return any(
-            not (lane.fetched or lane.done) and (lane.slot < 0 or lane.params.variant == "full")
+            not (lane.fetched or lane.done) and (lane.slot < 0 or lane.variant == "full")
             for lane in map(self._lanes.__getitem__, plan.decodes)
         )
 
     def _must_wait(self, plan: StepPlan, lives) -> bool:
         """Whether the next plan needs to know this one's tokens."""
-        if not self.config.overlap or any(live.wide or live.params.variant == "full" for live in lives):
+        if not self.config.overlap or any(live.wide or live.progress[0].lane.variant == "full" for live in lives):
             return True
         if self.memory.finds_content:
             # The last pages of a sequence are found by content only if its ids are known before it leaves.
@@ -498,10 +391,11 @@ class Engine:
     def _run_now(self, ticket: Ticket) -> None:
         """Completes a plan with its tokens in hand: what ended, and which beams continue which."""
         outputs = self._wait(ticket)
-        ended, parents = self._take_outputs(ticket, outputs)
-        ended = self._due_ends(ticket.plan, ended)
+        intake = take_tokens(ticket, outputs, self._owner)
+        self.stats.output_tokens += intake.tokens
+        ended = self._due_ends(ticket.plan, intake.ended)
         tokens = self._sampled_ids(ticket, outputs)
-        result = StepResult(ticket.num_steps, ended=tuple(ended), tokens=tokens, parents=parents)
+        result = StepResult(ticket.num_steps, ended=tuple(ended), tokens=tokens, parents=intake.parents)
         outcome = self.scheduler.complete(result)
         self._finish(ticket, result, outcome)
 
@@ -520,13 +414,6 @@ class Engine:
         self._early_ends = early
         return due
 
-    def _sampled_ids(self, ticket: Ticket, outputs: StepOutputs | None) -> dict[int, tuple[int, ...]] | None:
-        """Every token of the dispatch, those behind an end too: their keys and values are in the pages."""
-        if ticket.work is None or outputs is None or not self.memory.finds_content:
-            return None
-        rows = outputs.tokens.T.tolist()
-        return {lane.sequence.seq_id: tuple(rows[row]) for row, lane in enumerate(ticket.work.sampled)}
-
     def _land(self) -> None:
         """Reads the tokens of the dispatch before, and hands out what they changed."""
         flight = self._flight
@@ -541,9 +428,10 @@ class Engine:
         flight = self._flight
         assert flight is not None
         outputs = self._wait(flight.ticket)
-        ended, _ = self._take_outputs(flight.ticket, outputs)
+        intake = take_tokens(flight.ticket, outputs, self._owner)
+        self.stats.output_tokens += intake.tokens
         self._learn(flight.ticket)
-        self._late_ends += [self._owner[seq_id].request_id for seq_id in ended if seq_id in self._owner]
+        self._late_ends += [self._owner[seq_id].request_id for seq_id in intake.ended]
         self._fetched = True
 
     def _apply_ends(self) -> None:
@@ -562,85 +450,12 @@ class Engine:
         self.stats.wait_s += self._clock() - begin
         return outputs
 
-    # --- tokens ----------------------------------------------------------------------------------
-
-    def _take_outputs(
-        self, ticket: Ticket, outputs: StepOutputs | None
-    ) -> tuple[list[int], dict[int | str, tuple[int, ...]]]:
-        """Gives every lane its tokens. Returns the sequences that ended and the parents of beam groups."""
-        ended: list[int] = []
-        parents: dict[int | str, tuple[int, ...]] = {}
-        if ticket.work is None or outputs is None:
-            return ended, parents
-        tokens = outputs.tokens.tolist()
-        beams: dict[int | str, list[int]] = {}
-        for row, lane in enumerate(ticket.work.sampled):
-            seq_id = lane.sequence.seq_id
-            live = self._owner.get(seq_id)
-            if live is None or lane.done:
-                continue
-            if live.beam is not None:
-                beams.setdefault(live.request_id, []).append(row)
-                continue
-            if live.wide and len(lane.ids) >= lane.known:
-                continue  # sampled before its request was put out in the middle of a recomputation
-            item = live.by_seq[seq_id]
-            for step in range(len(tokens)):
-                if live.wants_tops:
-                    self._note_logprob(item, outputs, step, row)
-                self.stats.output_tokens += 1
-                if item.take(tokens[step][row], live.end_ids, live.target):
-                    if item.reason == "stop":
-                        ended.append(seq_id)
-                    break
-        for request_id, rows in beams.items():
-            chosen, done = self._beam_step(self._live[request_id], ticket, outputs, rows)
-            if chosen is not None:
-                parents[request_id] = chosen
-            if done:
-                ended += [item.lane.sequence.seq_id for item in self._live[request_id].progress]
-        return ended, parents
-
-    def _note_logprob(self, item: Progress, outputs: StepOutputs, step: int, row: int) -> None:
-        logprob = float(outputs.logprobs[step, row])
-        item.total += logprob
-        wanted = item.lane.params.logprobs
-        if wanted is not None:
-            pairs = zip(outputs.top_ids[step, row].tolist(), outputs.top_logprobs[step, row].tolist(), strict=True)
-            top = tuple(itertools.islice(pairs, wanted))
-            item.logprobs.append(TokenLogprob(int(outputs.tokens[step, row]), logprob, top))
-
-    def _beam_step(
-        self, live: Live, ticket: Ticket, outputs: StepOutputs, rows: list[int]
-    ) -> tuple[tuple[int, ...] | None, bool]:
-        """One step of a beam search: (parents, whether it has ended); parents are None after the prompt."""
-        assert live.beam is not None and ticket.work is not None
-        lanes = [item.lane for item in live.progress]
-        width = 2 * len(lanes)
-        for row in rows:
-            tops = (outputs.top_ids[0, row, :width], outputs.top_logprobs[0, row, :width])
-            ticket.work.sampled[row].held = tops
-        if any(lane.held is None for lane in lanes):
-            # A recomputation whose beams are computed in different steps: all compete when the last is there.
-            for row in rows:
-                ticket.work.sampled[row].known -= 1
-            return None, False
-        for lane in lanes:
-            lane.known = len(lane.ids) + 1
-        first = not lanes[0].produced
-        held = [lane.held for lane in lanes]
-        if first:
-            parents, tokens, done = None, *live.beam.first(*held[0])
-        else:
-            ids, scores = ([tops[part] for tops in held] for part in (0, 1))
-            parents, tokens, done = live.beam.step(ids, scores)
-        before = [lane.ids for lane in lanes]
-        for slot, lane in enumerate(lanes):
-            lane.ids = [*before[slot if parents is None else parents[slot]], int(tokens[slot])]
-            lane.held = None
-            lane.done = done
-        self.stats.output_tokens += len(lanes)
-        return parents, done
+    def _sampled_ids(self, ticket: Ticket, outputs: StepOutputs | None) -> dict[int, tuple[int, ...]] | None:
+        """Every token of the dispatch, those behind an end too: their keys and values are in the pages."""
+        if ticket.work is None or outputs is None or not self.memory.finds_content:
+            return None
+        rows = outputs.tokens.T.tolist()
+        return {lane.sequence.seq_id: tuple(rows[row]) for row, lane in enumerate(ticket.work.sampled)}
 
     def _learn(self, ticket: Ticket) -> None:
         """Tells the scheduler the ids of requests of one sequence, so that their pages are found by content."""
@@ -660,31 +475,30 @@ class Engine:
         """Hands out what a dispatch changed and closes the requests that have all their tokens."""
         now = self._clock()
         if ticket.work is not None:
-            touched = {}
-            for lane in ticket.work.sampled:
-                live = self._owner.get(lane.sequence.seq_id)
+            owner = self._owner
+            for live in dict.fromkeys(owner.get(lane.sequence.seq_id) for lane in ticket.work.sampled):
                 if live is not None:
-                    touched[live.request_id] = live
-            for live in touched.values():
-                self._report(live, now)
+                    self._report(live, now)
         if self._on_step is not None:
             self._on_step(ticket.start_s, now, ticket.plan, result, outcome)
 
     def _report(self, live: Live, now: float) -> None:
-        lanes = [item.lane for item in live.progress]
-        produced = lanes[0].produced
+        first = live.progress[0].lane
+        grown = produced = first.produced
         if produced:
             if live.first_token_s is None:
                 live.first_token_s = now
             live.token_s += [now] * (produced - len(live.token_s))
+        complete = first.done
         if live.beam is not None:
-            complete = lanes[0].done or produced >= live.target
-        else:
-            complete = all(lane.done for lane in lanes)
+            complete = complete or produced >= live.target
+        elif live.wide:
+            complete = all(item.lane.done for item in live.progress)
+            grown = any(item.lane.produced for item in live.progress)
         if complete:
             self._close_request(live, None)
-        elif any(lane.produced for lane in lanes):
-            self._outbox.append(live.output())
+        elif grown:
+            self._changed[live.request_id] = live
 
     def _close_request(self, live: Live, reason) -> None:
         self._outbox.append(live.output(self._clock(), reason, self.tokenizer))
@@ -695,6 +509,7 @@ class Engine:
             # A static batch keeps the row of a finished sequence, and an end seen late may be in a dispatch: the lane
             # stays for as long as plans can name it.
         del self._live[live.request_id]
+        self._changed.pop(live.request_id, None)
 
     def _take_place(self, lane: Lane) -> None:
         if lane.slot < 0:
@@ -754,13 +569,14 @@ class Engine:
                     refusal.request_id, ids, (), True, RequestTimes(self._clock()), refused=refusal.reason
                 )
         others = []
-        wanted = set(order)
-        while any(name not in done for name in order):
-            for output in self.step():
-                if output.request_id not in wanted:
-                    others.append(output)
-                elif output.finished:
+        waiting = set(order) - done.keys()
+        while waiting:
+            for output in self._run_plan():
+                if output.request_id in waiting:
+                    waiting.remove(output.request_id)
                     done[output.request_id] = output
+                else:
+                    others.append(output)
         self._outbox = others + self._outbox
         return [done[name] for name in order]
 
@@ -826,11 +642,3 @@ class Engine:
 
     def __exit__(self, *exception) -> None:
         self.close()
-
-
-def _device_bytes() -> int:
-    """Total memory of the device: as it reports it, or the host's for a CPU."""
-    stats = jax.local_devices()[0].memory_stats()
-    if stats and "bytes_limit" in stats:
-        return int(stats["bytes_limit"])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -117,29 +117,37 @@ class Progress:
         self.logprobs: list[TokenLogprob] = []
         self.total = 0.0
 
-    def take(self, token: int, end_ids: frozenset[int], target: int) -> bool:
-        """Takes the next token; returns whether the sequence is now complete."""
-        lane, params = self.lane, self.lane.params
-        lane.ids.append(token)
-        produced = lane.produced
-        if token in end_ids:
-            self.reason, self.stop = "stop", token
-        elif self.detokenizer is not None:
-            self.text += self.detokenizer.add(token)
-            if params.stop and produced >= params.min_tokens:
-                self._find_stop(params.stop)
-        if self.reason is None and produced >= target:
+    def take(self, tokens: list[int], end_ids: frozenset[int], target: int) -> int:
+        """Takes the next tokens, up to the one that completes the sequence; returns how many."""
+        lane = self.lane
+        tokens = tokens[: target - lane.produced]
+        end = next((i for i, token in enumerate(tokens) if token in end_ids), None) if end_ids else None
+        if end is not None:
+            tokens = tokens[: end + 1]
+            self.reason, self.stop = "stop", tokens[end]
+        if self.detokenizer is not None:
+            tokens = tokens[: self._spell(tokens, end)]
+        lane.ids += tokens
+        if self.reason is None and lane.produced >= target:
             self.reason = "length"
         if self.reason is not None and self.detokenizer is not None and not isinstance(self.stop, str):
             self.text += self.detokenizer.finish()
         lane.done = self.reason is not None
-        return lane.done
+        return len(tokens)
 
-    def _find_stop(self, stops: tuple[str, ...]) -> None:
-        found = [(at, stop) for stop in stops if (at := self.text.find(stop)) >= 0]
-        if found:
-            at, stop = min(found)
-            self.text, self.reason, self.stop = self.text[:at], "stop", stop
+    def _spell(self, tokens: list[int], end: int | None) -> int:
+        """Adds the text of tokens, that of the end token left out; returns how many there are up to a stop text."""
+        params = self.lane.params
+        quiet = params.min_tokens - self.lane.produced  # tokens that may not end the sequence yet
+        for count, token in enumerate(tokens[:end], 1):
+            self.text += self.detokenizer.add(token)
+            if params.stop and count >= quiet:
+                found = [(at, stop) for stop in params.stop if (at := self.text.find(stop)) >= 0]
+                if found:
+                    at, stop = min(found)
+                    self.text, self.reason, self.stop = self.text[:at], "stop", stop
+                    return count
+        return len(tokens)
 
     def visible(self, stops: tuple[str, ...]) -> str | None:
         """The text so far, without a tail that may yet turn out to begin a stop text."""
@@ -153,7 +161,13 @@ class Progress:
 
 
 class Live:
-    """A request in flight."""
+    """A request in flight.
+
+    Attributes:
+        wide: whether it has several sequences.
+        ranks: whether it runs more sequences than it returns, the most likely ones.
+        wants_tops: whether log-probabilities must come back with its tokens.
+    """
 
     def __init__(
         self,
@@ -179,22 +193,9 @@ class Live:
         self.target = group.target
         self.cached_tokens = 0
         self.by_seq = {item.lane.sequence.seq_id: item for item in progress}
-
-    @property
-    def wide(self) -> bool:
-        """Whether it has several sequences."""
-        return len(self.progress) > 1
-
-    @property
-    def wants_tops(self) -> bool:
-        """Whether log-probabilities must come back with its tokens."""
-        params = self.params
-        return params.logprobs is not None or self.beam is not None or self.ranks
-
-    @property
-    def ranks(self) -> bool:
-        """Whether it runs more sequences than it returns, the most likely ones."""
-        return self.params.best_of not in (None, self.params.n)
+        self.wide = len(progress) > 1
+        self.ranks = params.best_of not in (None, params.n)
+        self.wants_tops = params.logprobs is not None or beam is not None or self.ranks
 
     def times(self, finish_s: float | None) -> RequestTimes:
         """Its clock readings."""

@@ -39,7 +39,14 @@ OURS = {
     "paxkv.aot": DEVICE_STACK,
     "paxkv.output": (*DEVICE_STACK, "paxkv.sched"),
     "paxkv.driver": (*DEVICE_STACK, "paxkv.sched", "paxkv.output", "paxkv.engine"),
-    "paxkv.engine": (*DEVICE_STACK, "paxkv.sched", "paxkv.output", "paxkv.driver"),
+    "paxkv.engine_config": DEVICE_STACK,
+    "paxkv.admission": (*JAX_FREE, "paxkv.sched"),
+    "paxkv.intake": (*DEVICE_STACK, "paxkv.sched", "paxkv.output"),
+    "paxkv.engine": (
+        *DEVICE_STACK,
+        "paxkv.sched",
+        *(f"paxkv.{name}" for name in ("admission", "driver", "engine_config", "intake", "output")),
+    ),
 }
 ROOT_NAMES = ("paxkv", "paxkv.__version__")  # the package root is free to all of paxkv
 # Layer → what of others it may import besides the standard library. Layers not named here: anything.

@@ -120,8 +120,7 @@ class Buckets:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         rows = min(max_num_seqs, max_num_batched_tokens)  # each sequence of a step has a token in it
-        # From 2 on: XLA multiplies a single row by a matrix in a slow way of its own on CPUs, and a second row is free.
-        self.rows = Ladder(rows, start=2, per_doubling=per_doubling)
+        self.rows = Ladder(rows, per_doubling=per_doubling)
         # A step with a prompt in it is dominated by that prompt: its smallest size is 16, and its samples, which cost
         # a row of the last layer each, come in quarters of their limit.
         self.tokens = Ladder(max_num_batched_tokens, start=16, per_doubling=per_doubling)

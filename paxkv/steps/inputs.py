@@ -1,14 +1,16 @@
 """The arrays of one step, and how a plan becomes them: pad to a bucket, look every page up.
 
-Everything here is numpy until :func:`to_device`: block tables and lengths live on the host and are rebuilt for each
-step. Rows are the decodes first, then the prompt chunks, each in the plan's order. A row that only pads has no keys,
-writes no slot and samples into no place.
+Everything here is numpy: block tables and lengths live on the host and are rebuilt for each step. They travel as one
+array (:func:`pack`), since each array that is sent costs the host as much as filling it. Rows are the decodes first,
+then the prompt chunks, each in the plan's order. A row that only pads has no keys, writes no slot and samples into no
+place.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -190,7 +192,7 @@ class InputBuilder:
             slots[: len(tokens)] = page * self.page_size + position % self.page_size
             starts = np.full(S + 1, len(tokens), np.int32)
             starts[: len(rows) + 1] = np.cumsum([0, *counts])
-        variant = VARIANTS[max((VARIANTS.index(lane.params.variant) for lane in sampled), default=0)]
+        variant = max({lane.variant for lane in sampled}, key=VARIANTS.index, default="greedy")
         inputs = StepInputs(
             tokens=_padded(tokens, T, 0),
             places=_padded(places, T, 0),
@@ -278,9 +280,34 @@ class InputBuilder:
         return SampleInputs(**fields)
 
 
-def to_device(inputs: StepInputs) -> StepInputs:
-    """Sends the arrays, explicitly, so that a transfer guard can forbid every other transfer."""
-    return jax.device_put(inputs)
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How the arrays of a step's inputs lie in one: static, so a part of what is compiled.
+
+    Attributes:
+        tree: the structure of the inputs.
+        parts: shape and dtype of each array, in order; all elements have 32 bits.
+    """
+
+    tree: jax.tree_util.PyTreeDef
+    parts: tuple[tuple[tuple[int, ...], str], ...]
+
+
+def pack(inputs: StepInputs) -> tuple[Int32[np.ndarray, " n"], Form]:
+    """The arrays of the inputs behind each other, bit for bit, and how to find them again."""
+    leaves, tree = jax.tree.flatten(inputs)
+    flat = np.concatenate([leaf.reshape(-1).view(np.int32) for leaf in leaves])
+    return flat, Form(tree, tuple((leaf.shape, leaf.dtype.name) for leaf in leaves))
+
+
+def unpack(flat: Int32[Array, " n"], form: Form) -> StepInputs:
+    """The inverse of :func:`pack`, inside a jitted step."""
+    leaves, start = [], 0
+    for shape, dtype in form.parts:
+        stop = start + math.prod(shape)
+        leaves.append(jax.lax.bitcast_convert_type(flat[start:stop], dtype).reshape(shape))
+        start = stop
+    return jax.tree.unflatten(form.tree, leaves)
 
 
 def _padded(values: Sequence, size: int, fill, dtype=np.int32) -> np.ndarray:

@@ -34,6 +34,7 @@ class Lane:
         known: tokens of the sequence, those on the device included.
         padding: tokens that a static batch computes before the prompt.
         params: how its tokens are sampled.
+        variant: the program that this needs.
         seed: the request's sampling key for this sequence, two 32-bit words.
         slot: where its newest token lies on the device; -1 while it has no place there.
         end_ids: tokens that end it, for ``min_tokens``.
@@ -54,6 +55,7 @@ class Lane:
         "seed",
         "sequence",
         "slot",
+        "variant",
     )
 
     def __init__(
@@ -72,6 +74,7 @@ class Lane:
         self.known = len(prompt)
         self.padding = 0
         self.params = params
+        self.variant = params.variant
         self.seed = seed
         self.slot = -1
         self.end_ids = end_ids
