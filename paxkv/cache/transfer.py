@@ -30,6 +30,8 @@ def store_rows(
     pool: Shaped[Array, "L N K B *D"], layer: Int32[Array, ""], rows: Shaped[Array, "T K *D"], slots: Int32[Array, " T"]
 ) -> Shaped[Array, "L N K B *D"]:
     """``rows[t]`` stored at slot ``slots[t]`` of ``layer``; what is out of range is dropped."""
+    if not slots.shape[0]:
+        return pool
     # XLA turns a scatter of one row into slices, around which it copies the pool in a model: one row takes the loop.
     if _scatters_in_place(pool) and slots.shape[0] > 1:
         return _scatter_rows(pool, rows, layer, slots)
@@ -45,6 +47,8 @@ def put_pages(
     pool: Shaped[Array, "L N K B *D"], ids: Int32[Array, " C"], content: Shaped[Array, "C L K B *D"]
 ) -> Shaped[Array, "L N K B *D"]:
     """The pages ``ids`` of all layers replaced by ``content``; what is out of range is dropped."""
+    if not ids.shape[0]:
+        return pool
     if _scatters_in_place(pool):
         return _scatter_pages(pool, content, ids)
     return _put(pool, content, ids)
@@ -136,7 +140,7 @@ def _loop_copy(pool, src, dst):
 
     def read(layer, i, carry):
         pool, stage = carry
-        page = _movable(lax.dynamic_slice(pool, (layer, src[i], *tail), (1, 1, *pool.shape[2:])))
+        page = lax.dynamic_slice(_movable(pool), (layer, src[i], *tail), (1, 1, *pool.shape[2:]))
         return lax.optimization_barrier(pool), lax.dynamic_update_slice(stage, page[0], (i, *tail))
 
     def write(layer, stage, i, pool):

@@ -72,7 +72,8 @@ def _qwen3(f: Fields) -> DecoderConfig:
 
 
 def _qwen_windows(f: Fields) -> tuple[int, ...]:
-    window = f.get("sliding_window", 4096) if f.get("use_sliding_window", False) else None
+    # As with Mistral's: absent means the default, null no window.
+    window = f.hf.get("sliding_window", 4096) if f.get("use_sliding_window", False) else None
     first = f.get("max_window_layers", 28)
     return f.windows(f.need("num_hidden_layers"), window, lambda layer: layer >= first)
 

@@ -91,11 +91,37 @@ def test_alibi_slopes():
     np.testing.assert_allclose(alibi_slopes(6, 1), [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3])
 
 
+def test_windows_lie_on_the_layers_that_the_family_says():
+    def windows(family: str, **changes) -> list[int]:
+        hf = HF[family] | {"num_hidden_layers": 6, "sliding_window": 4} | changes
+        hf = {key: value for key, value in hf.items() if value != "absent"}
+        return list(from_hf_config(hf).windows) or [0] * 6
+
+    on = dict(use_sliding_window=True)
+    for family in ("qwen2", "qwen3"):
+        assert windows(family, **on, max_window_layers=4) == [0, 0, 0, 0, 4, 4]
+        assert windows(family, **on, max_window_layers=0) == [4] * 6
+        # The split at the last layer, the switch off or absent, no window: every key is seen, in all layers.
+        assert windows(family, **on, max_window_layers=6) == [0] * 6
+        assert windows(family, use_sliding_window=False, max_window_layers=4) == [0] * 6
+        assert windows(family, use_sliding_window="absent", max_window_layers=4) == [0] * 6
+        assert windows(family, **on, sliding_window=None, max_window_layers=4) == [0] * 6
+    assert windows("mistral") == [4] * 6
+    assert windows("mistral", sliding_window=None) == [0] * 6
+    assert windows("mistral", sliding_window="absent") == [4096] * 6
+    assert windows("gemma2") == [4, 0] * 3
+    assert windows("mixtral", sliding_window="absent") == [0] * 6
+
+
 def test_cache_layout_and_sizes_agree():
     for name in HF:
         config = config_of(name)
         layout = config.cache_layout(10, 8)
         assert layout.bytes_per_token == config.shape.kv_bytes_per_token, name
+    # 36 layers of 8 KV heads of 128 lanes: 147,456 bytes in two-byte elements; a derived head size would give 92,160.
+    hf = LLAMA | dict(model_type="qwen3", hidden_size=2560, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
+    config = from_hf_config(hf | dict(num_hidden_layers=36, torch_dtype="bfloat16"))
+    assert config.shape.kv_bytes_per_token == config.cache_layout(10).bytes_per_token == 147_456
     layout = config_of("deepseek_v3").cache_layout(10, 8, PageFormat("int8", "token"))
     assert (layout.num_kv_heads, layout.head_size, layout.has_values) == (1, 24, False)
 
