@@ -36,7 +36,7 @@ def attend(
     depth = np.arange(count) if tree is None else tree.sum(axis=1) - 1
     for i in range(count):
         here = cached + depth[i]
-        seen = []
+        seen, distances = [], []
         for j in range(length):
             there = j if j < cached else cached + depth[j - cached]
             if tree is not None and j >= cached:
@@ -44,24 +44,22 @@ def attend(
             else:
                 visible = not causal or j <= cached + i
             if visible and (window is None or there > here - window):
-                seen.append((j, there - here))
+                seen.append(j)
+                distances.append(there - here)
         for head in range(heads):
             kv_head = head // (heads // kv_heads)
-            logits = []
-            for j, distance in seen:
-                logit = scale * float(np.dot(query[i, head].astype(np.float64), keys[j, kv_head].astype(np.float64)))
-                if soft_cap is not None:
-                    logit = soft_cap * np.tanh(logit / soft_cap)
-                if alibi_slopes is not None:
-                    logit += float(alibi_slopes[head]) * distance
-                logits.append(logit)
-            rows = [values[j, kv_head].astype(np.float64) for j, _ in seen]
+            logits = scale * (keys[seen, kv_head].astype(np.float64) @ query[i, head].astype(np.float64))
+            if soft_cap is not None:
+                logits = soft_cap * np.tanh(logits / soft_cap)
+            if alibi_slopes is not None:
+                logits = logits + float(alibi_slopes[head]) * np.array(distances)
+            rows = values[seen, kv_head].astype(np.float64)
             if sinks is not None:
-                logits.append(float(sinks[head]))
-                rows.append(np.zeros(values.shape[2]))
-            if logits:
-                top = max(logits)
-                weights = np.exp(np.array(logits) - top)
-                out[i, head] = weights @ np.array(rows) / weights.sum()
+                logits = np.append(logits, float(sinks[head]))
+                rows = np.append(rows, np.zeros((1, values.shape[2])), axis=0)
+            if len(logits):
+                top = logits.max()
+                weights = np.exp(logits - top)
+                out[i, head] = weights @ rows / weights.sum()
                 lse[i, head] = top + np.log(weights.sum())
     return out, lse
