@@ -9,15 +9,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Shaped, UInt32
 
-from pallas_kernels.paged_attention import arguments, reference, xla
+from pallas_kernels import platforms
+from pallas_kernels.paged_attention import arguments, reference, tpu, xla
 from pallas_kernels.paged_attention.arguments import Call, check_tables
 from pallas_kernels.paged_attention.states import merge_states
 from pallas_kernels.paged_attention.tree import pack_tree_mask
 
 __all__ = ["IMPLEMENTATIONS", "check_tables", "merge_states", "pack_tree_mask", "paged_attention"]
 
-# Best first. Each module has ``refuses(call) -> reason or None`` and ``attend(call) -> (out, lse)``.
-IMPLEMENTATIONS: dict[str, ModuleType] = {"xla": xla, "reference": reference}
+# Best first. Each module has ``refuses(call) -> reason or None`` and ``attend(call) -> (out, lse)``, and ``PLATFORM``
+# if it is for one only.
+IMPLEMENTATIONS: dict[str, ModuleType] = {"tpu": tpu, "xla": xla, "reference": reference}
 
 
 def paged_attention(
@@ -73,7 +75,8 @@ def paged_attention(
         max_query_len: a promise that no row has more queries; 1 compiles the decode path alone. Outputs of rows that
             break it are undefined.
         return_lse: also return the natural log-sum-exp of the logits (sinks included), for ``merge_states``.
-        implementation: a name in ``IMPLEMENTATIONS``; None takes the first that can do the call. Only "reference" has
+        implementation: a name in ``IMPLEMENTATIONS``; None takes the first that can do the call on the platform of the
+            mesh in use, or else of this machine. Only "reference" has
             derivatives: the loops of "xla" stop when they should, which reverse mode cannot follow.
 
     Returns:
@@ -121,7 +124,8 @@ def run(
     """Runs a checked call on the implementation named, or on the first that can do it."""
     return_lse = arguments.check_flag("return_lse", return_lse)
     if implementation is None:
-        chosen = next(module for module in implementations.values() if module.refuses(call) is None)
+        here = [x for x in implementations.values() if getattr(x, "PLATFORM", None) in (None, platforms.current())]
+        chosen = next(module for module in here if module.refuses(call) is None)
     else:
         rule = f"must be one of {', '.join(implementations)}"
         arguments.require(implementation in implementations, "implementation", implementation, rule)

@@ -1,0 +1,173 @@
+"""Sizes of the TPU kernel's blocks: what fits, and what to take."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from pallas_kernels.paged_attention.arguments import Call
+from pallas_kernels.paged_attention.tpu_chip import Chip
+from pallas_kernels.paged_attention.tpu_layout import LANES, Layout, sublanes
+
+Buffers = dict[str, tuple[tuple[int, ...], jnp.dtype]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Sizes of a launch; powers of two.
+
+    Attributes:
+        queries: queries of a job; 1 is for rows that decode.
+        tokens: tokens of a block.
+        depth: blocks in the ring, at least 2; with 3 and more the copies never wait for the arithmetic.
+
+    Raises:
+        ValueError: a size is not a power of two, or the depth below 2.
+    """
+
+    queries: int
+    tokens: int
+    depth: int
+
+    def __post_init__(self) -> None:
+        for name in ("queries", "tokens"):
+            value = getattr(self, name)
+            if value < 1 or value & (value - 1):
+                raise ValueError(f"Blocks.{name}: must be a power of two; got {value}")
+        if self.depth < 2:
+            raise ValueError(
+                f"Blocks.depth: must be at least 2, one block attended and one in flight; got {self.depth}"
+            )
+
+
+REG = 32
+HEIGHT = 128
+"""Rows of logits to aim at: as many as still fit in registers with a register of columns."""
+
+SMALL_PAGE = 32 << 10
+"""Bytes of a page of keys up to which a copy costs more to issue than to do, so that joining it to others pays."""
+
+
+def default(call: Call, several: bool) -> Blocks:
+    """Sizes that do well on every generation. ``several``: for rows with several queries."""
+    if not several:
+        return Blocks(queries=1, tokens=512, depth=4)
+    queries = 16
+    if call.max_query_len is not None:
+        queries = min(queries, 1 << (call.max_query_len - 1).bit_length())
+    return Blocks(queries=queries, tokens=512, depth=3)
+
+
+def arrange(call: Call, blocks: Blocks, chip: Chip) -> Layout:
+    """The layout of a call in blocks of these sizes or, where they do not fit, of smaller ones.
+
+    Raises:
+        ValueError: nothing fits; says what is short of what.
+    """
+    budget = chip.vmem_bytes * 3 // 4  # the rest is for what the compiler keeps there itself
+    while True:
+        layout = lay_out(call, blocks, chip)
+        need = sum(padded_bytes(*buffer) for buffer in buffers(call, layout).values())
+        if need <= budget:
+            return layout
+        if blocks.depth > 2:
+            blocks = dataclasses.replace(blocks, depth=blocks.depth - 1)
+        elif layout.pages > layout.halves:
+            blocks = dataclasses.replace(blocks, tokens=layout.block_tokens // 2)
+        elif blocks.queries > 2:
+            blocks = dataclasses.replace(blocks, queries=blocks.queries // 2)
+        else:
+            raise ValueError(
+                f"two blocks of {layout.block_tokens} tokens need {need >> 20} MiB of VMEM, and {chip.name} has "
+                f"{budget >> 20} MiB for them; take smaller pages or shard the KV heads"
+            )
+
+
+def lay_out(call: Call, blocks: Blocks, chip: Chip) -> Layout:
+    """The layout of a call in blocks of these sizes, whether or not they fit."""
+    heads, size = call.q.shape[1:]
+    kv_heads, page_size = call.num_kv_heads, call.page_size
+    fold = max(LANES, size) // size
+    slots = page_size // fold
+    register = max(sublanes(call.k_pages.dtype), sublanes(call.v_pages.dtype))
+    divisors = (x for x in range(1, kv_heads + 1) if kv_heads % x == 0)
+    mixed = next((x for x in divisors if x * slots % register == 0), kv_heads)
+    runs = kv_heads // mixed
+    # A unit 128 wide gains nothing from a second side but fuller registers of logits, which many queries fill anyway.
+    sides = 2 if size <= LANES and (chip.mxu > LANES or blocks.queries == 1) else 1
+    if runs % 2 and runs > 1:
+        sides = 1
+    halves = 2 if sides == 2 and runs == 1 else 1
+    pages = max(blocks.tokens // page_size, halves)
+    group = heads // kv_heads
+    lines = group * mixed * (sides // halves) * fold * halves
+    queries = blocks.queries
+    while queries > 2 and queries * lines > HEIGHT:
+        queries //= 2
+    columns = pages // halves * slots * mixed
+    parts = 1
+    registers = -(-queries * lines // 8) * (columns // LANES)
+    while registers // parts > REG and columns // parts > LANES and pages // halves % (2 * parts) == 0:
+        parts *= 2
+    page_bytes = slots * kv_heads * max(LANES, size) * max(call.k_pages.dtype.itemsize, call.v_pages.dtype.itemsize)
+    joined = min(pages, 8) if page_bytes <= SMALL_PAGE else 1
+    int8 = call.k_pages.dtype == jnp.int8 and call.q.dtype == jnp.bfloat16 and chip.multiplies_int8
+    return Layout(
+        heads=heads,
+        kv_heads=kv_heads,
+        size=size,
+        page_size=page_size,
+        mixed=mixed,
+        sides=sides,
+        halves=halves,
+        queries=queries,
+        pages=pages,
+        parts=parts,
+        joined=joined,
+        depth=blocks.depth,
+        digits=2 if int8 else 0,
+    )
+
+
+def token_scaled(pages, scale) -> bool:
+    """Whether a side has a scale per token and head."""
+    return scale is not None and scale.shape == pages.shape[:3] and scale.size > pages.shape[1]
+
+
+def buffers(call: Call, layout: Layout) -> Buffers:
+    """The kernel's scratch in VMEM: shape and dtype of each buffer, in the order of ``Refs``."""
+    lay, f32 = layout, jnp.dtype("float32")
+    ring = (lay.depth, lay.pages, lay.page_rows, lay.width)
+    precise = call.q.dtype != jnp.bfloat16
+    left = jnp.int8 if lay.digits else jnp.float32 if precise else jnp.bfloat16
+    stored = f32 if precise else call.q.dtype
+    found = {
+        "k_ring": (ring, call.k_pages.dtype),
+        "v_ring": (ring, call.v_pages.dtype),
+        "q": ((2, lay.queries, lay.teams, lay.fold * lay.team_heads, lay.width), stored),
+        "out": ((2, lay.queries, lay.teams, lay.team_heads, lay.size), stored),
+        "lse": ((2, lay.queries, lay.teams, LANES), f32),
+        "left": ((lay.teams, max(1, lay.digits) * lay.height, lay.sides * lay.width), jnp.dtype(left)),
+        "gain": ((lay.teams, lay.height, LANES), f32),
+        "top": ((lay.teams, lay.height, LANES), f32),
+        "total": ((lay.teams, lay.height, LANES), f32),
+        "acc": ((lay.teams, lay.height, lay.width), f32),
+    }
+    scales = (lay.depth, lay.teams, lay.parts, lay.streams * lay.team_runs, lay.columns)
+    if token_scaled(call.k_pages, call.k_scale):
+        found["k_scale_ring"] = (scales, f32)
+    if token_scaled(call.v_pages, call.v_scale):
+        found["v_scale_ring"] = (scales, f32)
+    return found
+
+
+def padded_bytes(shape: tuple[int, ...], dtype) -> int:
+    """What an array takes in VMEM, whose tiles are registers."""
+    *major, rows, lanes = shape
+    rows += -rows % sublanes(dtype)
+    lanes += -lanes % LANES
+    size = rows * lanes * jnp.dtype(dtype).itemsize
+    for x in major:
+        size *= x
+    return size

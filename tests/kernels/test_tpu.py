@@ -1,0 +1,249 @@
+"""The TPU kernel in the TPU interpreter: races and reads out of bounds raise, whatever a copy has not filled is NaN.
+
+A compile takes seconds, so the shared cases are run in a few shapes, blocks are small, and the whole suite is marked
+slow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from pallas_kernels.paged_attention import tpu, tpu_blocks, tpu_chip
+from pallas_kernels.paged_attention.api import paged_attention
+from pallas_kernels.paged_attention.arguments import Call
+from pallas_kernels.paged_attention.tpu_blocks import Blocks
+from tests.kernels.cases import FILLERS, MIXED, OPTIONS, Built, Case, build, sinks, slopes
+from tests.kernels.suite import Arrays, AttentionSuite, assert_same_bits
+
+BFLOAT16 = ("bfloat16", "none")
+DECODE = ((1, 9), (0, 0), (1, 1), (1, 128), (1, 300), (1, 0), (1, 129))
+
+
+@contextlib.contextmanager
+def interpreter():
+    try:
+        with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True, out_of_bounds_reads="raise")):
+            yield
+    except Exception:
+        pltpu.reset_tpu_interpret_mode_state()
+        raise
+
+
+def chip_mesh(kind: str) -> contextlib.AbstractContextManager:
+    """What makes traced code be for a TPU of this kind."""
+    device = AbstractDevice(device_kind=kind, num_cores=1, platform="tpu")
+    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device))
+
+
+class TpuSuite(AttentionSuite):
+    implementation = "tpu"
+    examples = 2
+
+    @pytest.fixture(autouse=True)
+    def small_blocks(self, monkeypatch):
+        sizes = {False: Blocks(queries=1, tokens=128, depth=3), True: Blocks(queries=4, tokens=128, depth=3)}
+        monkeypatch.setattr(tpu_blocks, "default", lambda call, several: sizes[several])
+
+    def fit(self, case: Case) -> Case:
+        size = next(size for size in (64, 128, 256) if case.size <= size)
+        page_size = max(16, 1 << (case.page_size - 1).bit_length())
+        return dataclasses.replace(case, size=size, page_size=page_size, v_size=case.v_size and size)
+
+    def run(self, built: Built) -> Arrays:
+        with interpreter():
+            return super().run(built)
+
+
+class TestTpu(TpuSuite):
+    """A few shapes of the suite's, those that the kernel must never refuse, and what is the kernel's own."""
+
+    @pytest.mark.parametrize("name", ["plain", "not causal", "28 heads over 4", "71 heads over 1"])
+    def test_options(self, name):
+        self.check(OPTIONS[name])
+
+    def test_options_together(self):
+        options = {"window": 9, "soft_cap": 1.1, "alibi_slopes": slopes(4), "sinks": sinks(4), "scale": 0.2}
+        self.check(Case(MIXED, options=options))
+
+    @pytest.mark.parametrize(
+        ("k_format", "v_format", "size", "page_size"),
+        [
+            (BFLOAT16, BFLOAT16, 64, 16),
+            (BFLOAT16, ("float8_e4m3fn", "head"), 128, 16),
+            (("float8_e4m3fn", "none"), ("int8", "token"), 128, 16),
+            (("int8", "head"), ("float8_e4m3fn", "tensor"), 128, 128),
+            (("int8", "token"), BFLOAT16, 64, 128),
+        ],
+        ids=str,
+    )
+    def test_formats(self, k_format, v_format, size, page_size):
+        case = Case(
+            DECODE,
+            heads=8,
+            kv_heads=4,
+            size=size,
+            page_size=page_size,
+            k_format=k_format,
+            v_format=v_format,
+            query_dtype="bfloat16",
+            options={"max_query_len": 1},
+        )
+        self.check(case)
+
+    @pytest.mark.parametrize("kind", ["TPU v5 lite", "TPU7x"])
+    def test_other_chips(self, kind):
+        """Their matrix units differ in width and in what they multiply, and so do the products."""
+        case = Case(
+            MIXED,
+            heads=8,
+            kv_heads=4,
+            size=64,
+            page_size=16,
+            k_format=("int8", "token"),
+            v_format=("float8_e4m3fn", "token"),
+            query_dtype="bfloat16",
+            options={"window": 33, "sinks": sinks(8)},
+        )
+        with chip_mesh(kind):
+            self.check(case)
+
+    def test_what_no_row_owns_changes_no_bit(self):
+        case = Case(MIXED, k_format=BFLOAT16, v_format=("float8_e4m3fn", "none"), query_dtype="bfloat16")
+        outs = [self.check(dataclasses.replace(case, filler=filler)) for filler in FILLERS]
+        for out in outs[1:]:
+            assert_same_bits(out, outs[0])
+
+    @pytest.mark.parametrize("name", ["plain"])
+    def test_a_row_does_not_depend_on_its_batch(self, name):
+        super().test_a_row_does_not_depend_on_its_batch(name)
+
+    def test_neighbours_in_the_pool(self, monkeypatch):
+        """Pages in the pool's order come in joined copies, and the bits are those of single ones."""
+        case = Case(DECODE, k_format=BFLOAT16, v_format=BFLOAT16, query_dtype="bfloat16", options={"max_query_len": 1})
+        built = self.built(case)
+        query, k_pages, v_pages, tables, lengths, starts = built.arguments
+        order = np.unique(np.concatenate([np.asarray(tables).clip(0).ravel(), np.arange(len(k_pages))]))
+        held = np.concatenate([np.asarray(tables)[row, : -(-length // 16)] for row, length in enumerate(lengths)])
+        order = np.concatenate([held, np.setdiff1d(order, held)])[: len(k_pages)]
+        place = np.argsort(order).astype(np.int32)
+        moved = np.where((np.asarray(tables) >= 0) & (np.asarray(tables) < len(place)), tables, 0)
+        arguments = query, k_pages[order], v_pages[order], jnp.asarray(place[moved]), lengths, starts
+        assert_same_bits(self.run(dataclasses.replace(built, arguments=arguments)), self.run(built))
+
+    def test_tables_that_do_not_fit_at_once(self, monkeypatch):
+        monkeypatch.setattr(tpu, "TABLE_BYTES", 4 * 8 * 2)  # two rows of eight entries
+        self.check(dataclasses.replace(OPTIONS["plain"], seed=1, heads=2))
+
+    # What needs other shapes is left to the whole suite.
+    test_head_sizes = test_page_sizes_at_their_edges = test_decode_alone = test_a_window_in_an_array = None
+    test_a_known_answer = test_known_means_at_page_edges = test_tables_wider_than_needed = None
+    test_the_cap_comes_after_the_scale = test_a_window_holds_its_own_query = None
+    test_the_default_scale_is_that_of_the_head_size = test_nor_do_quantised_slots = None
+    test_a_window_reads_nothing_before_it = test_nor_on_the_shapes_of_its_batch = None
+    test_a_prompt_in_chunks_is_the_prompt = test_parts_of_the_keys_join = None
+    test_a_chunk_stands_behind_what_is_cached = test_any_rows = test_any_shapes = None
+
+
+@pytest.mark.slow
+class TestWholeSuite(TpuSuite):
+    """Everything, where the kernel takes it; skipped with its own words where it does not."""
+
+    def run(self, built: Built) -> Arrays:
+        try:
+            return super().run(built)
+        except ValueError as error:
+            if "tpu cannot do this call" in str(error):
+                pytest.skip(str(error))
+            raise
+
+    def fit(self, case: Case) -> Case:
+        return case if case.size in (80, 96, 192) else super().fit(case)
+
+
+# --- without running anything ---------------------------------------------------------------------------------------
+
+
+def make_call(rows: int = 4, columns: int = 8, **change) -> Call:
+    """A call as the op makes it, of shapes only where an array would be large."""
+    shape = change.pop("shape", (32, 8, 16, 128))  # N, K, B, D
+    dtype = change.pop("dtype", "bfloat16")
+    pages = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    fields = dict(
+        q=jax.ShapeDtypeStruct((rows, 32, shape[3]), jnp.bfloat16),
+        k_pages=pages,
+        v_pages=pages,
+        block_tables=jax.ShapeDtypeStruct((rows, columns), jnp.int32),
+        kv_lens=jax.ShapeDtypeStruct((rows,), jnp.int32),
+        query_starts=jax.ShapeDtypeStruct((rows + 1,), jnp.int32),
+        v_width=shape[3],
+        k_scale=None,
+        v_scale=None,
+        scale=0.1,
+        causal=True,
+        window=None,
+        soft_cap=None,
+        alibi_slopes=None,
+        sinks=None,
+        tree_mask=None,
+        max_query_len=None,
+    )
+    return Call(**{**fields, **change})
+
+
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("page_size", [16, 128])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "int8"])
+@pytest.mark.parametrize("kind", ["TPU v5 lite", "TPU v6 lite", "TPU7x"])
+def test_what_it_must_do_is_not_refused(size, page_size, dtype, kind):
+    with chip_mesh(kind):
+        assert tpu.refuses(make_call(shape=(64, 8, page_size, size), dtype=dtype)) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"tree_mask": jax.ShapeDtypeStruct((4, 1), jnp.uint32)}, "tree"),
+        ({"shape": (32, 8, 16, 96)}, "head size"),
+        ({"shape": (32, 8, 48, 128)}, "page size"),
+        ({"shape": (32, 8, 2, 128), "dtype": "int8"}, "fill"),
+        ({"dtype": "float16"}, "float16"),
+        ({"v_width": 64}, "size of the keys"),
+        ({"columns": 1 << 18}, "KiB"),
+        ({"shape": (32, 512, 512, 128), "q": jax.ShapeDtypeStruct((4, 512, 128), jnp.bfloat16)}, "MiB of VMEM"),
+    ],
+)
+def test_what_it_refuses_it_explains(change, reason):
+    assert reason in tpu.refuses(make_call(**change))
+
+
+def test_blocks_shrink_until_they_fit():
+    call = make_call(shape=(32, 64, 16, 128), q=jax.ShapeDtypeStruct((4, 64, 128), jnp.bfloat16))
+    wanted = tpu_blocks.default(call, several=False)
+    large = tpu_blocks.arrange(call, wanted, tpu_chip.DEFAULT)
+    assert (large.block_tokens, large.depth) == (wanted.tokens, wanted.depth)
+    small = tpu_blocks.arrange(call, wanted, dataclasses.replace(tpu_chip.DEFAULT, vmem_bytes=16 << 20))
+    assert small.depth == 2 and small.block_tokens < wanted.tokens
+    held = sum(tpu_blocks.padded_bytes(*buffer) for buffer in tpu_blocks.buffers(call, small).values())
+    assert held <= 12 << 20
+
+
+@pytest.mark.parametrize("sizes", [(3, 512, 4), (1, 500, 4), (1, 512, 1), (0, 512, 2)])
+def test_bad_block_sizes_are_named(sizes):
+    with pytest.raises(ValueError, match="Blocks"):
+        Blocks(*sizes)
+
+
+@pytest.mark.parametrize(("kind", "kernels"), [(None, 0), ("TPU v5 lite", 1), ("TPU7x", 1)])
+def test_it_is_chosen_on_tpus_alone(kind, kernels):
+    built = build(Case(((1, 9), (1, 20)), size=128, page_size=16, options={"max_query_len": 1}))
+    with chip_mesh(kind) if kind else contextlib.nullcontext():
+        traced = jax.jit(lambda *x: paged_attention(*x, max_query_len=1)).trace(*built.arguments)
+    assert str(traced.jaxpr).count("pallas_call[") == kernels
