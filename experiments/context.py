@@ -8,10 +8,11 @@ from typing import Any, Literal, Protocol
 
 from experiments.calibration import Calibration
 from experiments.figure import Chapter
+from experiments.live.session import LiveSession
 from experiments.run import Runner, Summary
 from experiments.setting import Setting
 
-Preset = Literal["smoke", "paper"]
+Preset = Literal["smoke", "paper", "live"]
 
 EMBEDDED_SLACK = 2.0
 """Tolerances are this many times wider when lengths are drawn from the embedded statistics."""
@@ -23,10 +24,12 @@ class Context:
 
     Attributes:
         runner: runs settings and keeps their summaries.
-        preset: `smoke` for a subset that takes a minute, `paper` for everything.
+        preset: `smoke` for a subset that takes a minute, `paper` for everything on the simulated clock, `live` for the
+            real engine on the device that is there.
         traces: folder of the real traces; None for the embedded statistics.
         calibration: the constants of the cost model.
         points: the points that the calibration rests on.
+        live_session: runs the real engine; None where a preset has no live runs.
     """
 
     runner: Runner
@@ -34,6 +37,14 @@ class Context:
     traces: str | None
     calibration: Calibration
     points: Sequence[dict[str, Any]]
+    live_session: LiveSession | None = None
+
+    @property
+    def live(self) -> LiveSession:
+        """What runs the real engine. Raises ``RuntimeError`` where the preset has none."""
+        if self.live_session is None:
+            raise RuntimeError(f"the preset {self.preset} has no live runs; give Context a live_session")
+        return self.live_session
 
     def workload(self, dataset: str) -> str:
         """The workload column of a verdict row."""

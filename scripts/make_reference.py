@@ -1,6 +1,6 @@
 r"""Refreshes what is committed of the results: reference verdicts, the README's picture and its table.
 
-    python -m scripts.make_reference --smoke=runs/smoke --paper=runs/paper
+    python -m scripts.make_reference --smoke=runs/smoke --paper=runs/paper --live=runs/live
 
 Takes `verdict.json` of finished runs of `experiments.reproduce` and nothing else; a flag left out keeps what is
 committed. The picture and the table are then made from the committed paper verdict.
@@ -23,6 +23,7 @@ BEGIN, END = "<!-- results -->", "<!-- /results -->"
 
 SMOKE = flags.DEFINE_string("smoke", None, "workdir of a finished smoke run on the embedded statistics")
 PAPER = flags.DEFINE_string("paper", None, "workdir of a finished paper run on the real traces")
+LIVE = flags.DEFINE_string("live", None, "workdir of a finished live run on the real traces")
 
 
 def with_table(readme: str, table: str) -> str:
@@ -45,7 +46,7 @@ def results_table() -> str:
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    for name, workdir in (("smoke", SMOKE.value), ("paper", PAPER.value)):
+    for name, workdir in (("smoke", SMOKE.value), ("paper", PAPER.value), ("live", LIVE.value)):
         if workdir is not None:
             target = REFERENCE / name / "verdict.json"
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -25,6 +25,21 @@ from experiments.report.parts import (
 from experiments.report.score import Score, number, paper_text, percent, scores, tolerance_text
 
 TITLE = "PagedAttention, figure by figure"
+LIVE_PART = "Live on this machine"
+SIMULATED = (
+    "Each data figure of the PagedAttention paper (Kwon et al., SOSP 2023) beside what paxkv's scheduler gives on a "
+    "simulated clock. Few points calibrate it and are marked; every other one is a prediction."
+)
+MEASURED = (
+    "The systems of the PagedAttention paper (Kwon et al., SOSP 2023) through paxkv's real engine on one machine, "
+    "beside what its simulator predicts for it. Lengths and pool are scaled to the device, so numbers of the paper "
+    "are shown and not tested."
+)
+
+
+def is_live(chapter: Chapter) -> bool:
+    """Whether a chapter tells of the real engine; those stand in a part of their own."""
+    return "live" in chapter.id.split("_")
 
 
 def write_report(workdir: Path | str, out: Path | str = "report.html") -> Path:
@@ -52,7 +67,9 @@ def render(run: Run) -> str:
     script = (here / "filter.js").read_text(encoding="utf-8")
     by_figure = scores(run.rows)
     sections = [_score_card(run, by_figure), _misses(run)]
-    sections += [_chapter(chapter, by_figure.get(chapter.id, Score(()))) for chapter in run.chapters]
+    told = [chapter for chapter in run.chapters if not is_live(chapter)]
+    sections += [_chapter(chapter, by_figure.get(chapter.id, Score(()))) for chapter in told]
+    sections += _live_part(run, by_figure)
     sections += [_verdict(run), _calibration(run), _environment(run), _commands(run)]
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>paxkv: {TITLE}</title>'
@@ -62,6 +79,15 @@ def render(run: Run) -> str:
         f"The paper's numbers were read from its text and decoded from its drawings.</footer><script>{script}</script>"
         "</body></html>\n"
     )
+
+
+def _live_part(run: Run, by_figure: dict[str, Score]) -> list[str]:
+    live = [chapter for chapter in run.chapters if is_live(chapter)]
+    live.sort(key=lambda chapter: "fig" in chapter.id)  # how the systems compare comes first
+    if not live:
+        return []
+    lead = f'<section class="part" id="live-part"><h2>{LIVE_PART}</h2><p class="note">{esc(MEASURED)}</p></section>'
+    return [lead, *(_chapter(chapter, by_figure.get(chapter.id, Score(()))) for chapter in live)]
 
 
 def _header(run: Run) -> str:
@@ -79,14 +105,14 @@ def _header(run: Run) -> str:
     cards = "".join(f'<li class="{kind}"><b>{esc(value)}</b>{esc(text)}</li>' for kind, value, text in boxes)
     meta = {key: value for key, value in run.meta.items() if key != "command" and not isinstance(value, (dict, list))}
     facts = " · ".join(f"{esc(key.replace('_', ' '))}: {tree(value)}" for key, value in meta.items())
+    lead = MEASURED if run.chapters and all(map(is_live, run.chapters)) else SIMULATED
     missing = ""
     if run.missing:
         items = "".join(f"<li>{esc(sentence)}</li>" for sentence in run.missing)
         missing = f'<div class="warning" id="missing"><b>This run is incomplete.</b> Missing:<ul>{items}</ul></div>'
     return (
-        f'<header><h1>{TITLE}</h1><p class="lead">Each data figure of the PagedAttention paper (Kwon et al., SOSP'
-        " 2023) beside what paxkv's scheduler gives on a simulated clock. Few points calibrate it and are marked;"
-        f' every other one is a prediction.</p><ul class="big">{cards}</ul><p class="lead">{facts}</p>{missing}'
+        f'<header><h1>{TITLE}</h1><p class="lead">{esc(lead)}</p>'
+        f'<ul class="big">{cards}</ul><p class="lead">{facts}</p>{missing}'
         "</header>"
     )
 
