@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pathlib
+import sys
 
 import hypothesis
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+MANY_MAPS = 20_000
+"""Memory maps of a process at which it is time to drop compiled programs; Linux gives a process 65,530."""
 
 # The same examples in every run, on every machine, with nothing stored between runs.
 hypothesis.settings.register_profile("paxkv", derandomize=True, deadline=None, database=None, max_examples=50)
@@ -42,3 +46,16 @@ def shared_data() -> pathlib.Path:
             pytest.fail(f"PAXKV_SHARED={override} is not a folder; unset it or correct it")
         pytest.skip(f"no real traces at {folder}; set PAXKV_SHARED to their folder (the seeded twin of this test ran)")
     return folder
+
+
+@pytest.fixture(autouse=True, scope="module")
+def room_for_compiled_code():
+    """After a module, drops compiled programs if they hold many memory maps.
+
+    Each program that XLA compiles for a CPU keeps some, and a process that gets no more of them crashes.
+    """
+    yield
+    maps = pathlib.Path("/proc/self/maps")
+    if "jax" in sys.modules and maps.exists() and maps.read_bytes().count(b"\n") > MANY_MAPS:
+        sys.modules["jax"].clear_caches()
+        gc.collect()
