@@ -93,6 +93,15 @@ def test_too_long_a_turn_is_left_out(engine):
     assert out.getvalue().count("\n") >= 1
 
 
+@pytest.fixture
+def interruptible():
+    """Ctrl-C as in a terminal: a shell starts what runs in the background with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_ends_an_answer_only(engine):
     """It is noticed between two steps; the next turn is answered."""
 

@@ -167,6 +167,18 @@ class TestWholeSuite(TpuSuite):
     def fit(self, case: Case) -> Case:
         return case if case.size in (80, 96, 192) else super().fit(case)
 
+    @pytest.mark.parametrize(
+        "cut",
+        [
+            1,
+            # Pages of 16 leave this prefix call's suffix rows with three queries and not one key.
+            pytest.param(9, marks=pytest.mark.xfail(reason="a row of several queries and no keys is not zeroed yet")),
+            pytest.param(17, marks=pytest.mark.xfail(reason="a row of several queries and no keys is not zeroed yet")),
+        ],
+    )
+    def test_parts_of_the_keys_join(self, cut):
+        super().test_parts_of_the_keys_join(cut)
+
 
 # --- without running anything ---------------------------------------------------------------------------------------
 
