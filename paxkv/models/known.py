@@ -112,7 +112,8 @@ def _packaged(model: KnownModel, file: str) -> pathlib.Path:
         package = importlib.metadata.distribution(model.package)
     except importlib.metadata.PackageNotFoundError:
         raise FileNotFoundError(f"{model.name} is not installed: {model.install}") from None
-    paths = [pathlib.Path(str(entry.locate())) for entry in package.files or () if entry.name == file]
+    listed = [pathlib.Path(str(entry.locate())) for entry in package.files or () if entry.name == file]
+    paths = [path for path in listed if path.is_file()]
     if package.version != model.version or not paths:
         raise FileNotFoundError(
             f"{model.name} is {file} of {model.package} {model.version}, found version {package.version} "
