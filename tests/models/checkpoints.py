@@ -10,7 +10,7 @@ import numpy as np
 
 from paxkv.models.architecture import DecoderConfig
 from paxkv.models.families import from_hf_config, tensor_map
-from paxkv.models.weights import Tree, stack_layers, unflatten
+from paxkv.models.weights import Tree, flatten, stack_layers, unflatten
 
 SIZES = dict(vocab_size=40, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64)
 LLAMA = SIZES | dict(num_key_value_heads=2, intermediate_size=24, rms_norm_eps=1e-5, head_dim=8)
@@ -91,3 +91,12 @@ def params_of(name: str, *, stacked: bool) -> Tree:
     }
     params = unflatten(flat)
     return stack_layers(params, config_of(name)) if stacked else params
+
+
+def assert_same(params: Tree, want: Tree) -> None:
+    """The same weights, of the same dtypes, bit for bit."""
+    got, expected = flatten(params), flatten(want)
+    assert got.keys() == expected.keys()
+    for path, value in expected.items():
+        assert got[path].dtype == value.dtype, path
+        np.testing.assert_array_equal(np.asarray(got[path]), np.asarray(value), err_msg="/".join(path))

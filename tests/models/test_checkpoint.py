@@ -17,8 +17,7 @@ from safetensors.numpy import save_file
 from paxkv.models.checkpoint import load
 from paxkv.models.families import from_hf_config, tensor_map
 from paxkv.models.hf_folder import INDEX
-from paxkv.models.weights import flatten
-from tests.models.checkpoints import HF, params_of, tensors_of
+from tests.models.checkpoints import HF, assert_same, params_of, tensors_of
 
 NORM = "model.layers.1.input_layernorm.weight"
 
@@ -37,13 +36,6 @@ def write(folder: pathlib.Path, name: str, tensors=None, shards: int = 1, **chan
         save_file({key: value for key, value in tensors.items() if where[key] == file}, folder / file)
     (folder / INDEX).write_text(json.dumps(dict(metadata={}, weight_map=where)))
     return folder
-
-
-def assert_same(params, want) -> None:
-    got, want = flatten(params), flatten(want)
-    assert got.keys() == want.keys()
-    for path, value in want.items():
-        np.testing.assert_array_equal(np.asarray(got[path]), np.asarray(value), err_msg="/".join(path))
 
 
 @pytest.mark.parametrize("stacked", [False, True])

@@ -12,9 +12,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from paxkv.models import checkpoint
-from paxkv.models.weights import flatten
 from scripts.convert_checkpoint import convert
-from tests.models.checkpoints import HF, tensors_of
+from tests.models.checkpoints import HF, assert_same, tensors_of
 from tests.models.test_hf_export import assert_equal, tensors_in
 
 
@@ -27,12 +26,6 @@ def source(tmp_path) -> pathlib.Path:
     (folder / "config.json").write_text(json.dumps(HF["qwen3"] | {"eos_token_id": 5}))
     (folder / "tokenizer.json").write_text('{"model": {}}')
     return folder
-
-
-def assert_same(params, want) -> None:
-    got, want = flatten(params), flatten(want)
-    assert got.keys() == want.keys()
-    assert all(np.array_equal(got[path], want[path]) for path in want)
 
 
 def test_there_and_back(source, tmp_path):

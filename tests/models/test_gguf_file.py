@@ -16,7 +16,7 @@ from paxkv.models.architecture import DecoderConfig
 from paxkv.models.gguf_file import GGUFFile, decoder_config, halves, load, stored_name
 from paxkv.models.rotary import Rope, inverse_frequencies
 from paxkv.models.weights import flatten
-from tests.models.checkpoints import HF, config_of, params_of, tensors_of
+from tests.models.checkpoints import HF, assert_same, config_of, params_of, tensors_of
 
 EMBEDDING, NORM, Q = "token_embd.weight", "blk.1.attn_norm.weight", "blk.0.attn_q.weight"
 
@@ -92,13 +92,6 @@ def write(folder: pathlib.Path, name: str, tensors=None, *, kind: str = "F32", k
     writer.write_tensors_to_file()
     writer.close()
     return path
-
-
-def assert_same(params, want) -> None:
-    got, want = flatten(params), flatten(want)
-    assert got.keys() == want.keys()
-    for path, value in want.items():
-        np.testing.assert_array_equal(np.asarray(got[path]), np.asarray(value), err_msg="/".join(path))
 
 
 @pytest.mark.parametrize("stacked", [False, True])

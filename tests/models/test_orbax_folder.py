@@ -10,21 +10,12 @@ import subprocess
 import sys
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from paxkv.models import checkpoint, orbax_folder
 from paxkv.models.weights import flatten, init_params, unflatten, unstack_layers
 from paxkv.testing.tiny_model import tiny_config, tiny_params
-from tests.models.checkpoints import HF, config_of
-
-
-def assert_same(params, want) -> None:
-    got, want = flatten(params), flatten(want)
-    assert got.keys() == want.keys()
-    for path, value in want.items():
-        assert got[path].dtype == value.dtype
-        np.testing.assert_array_equal(np.asarray(got[path]), np.asarray(value), err_msg="/".join(path))
+from tests.models.checkpoints import HF, assert_same, config_of
 
 
 @pytest.fixture(scope="module")
