@@ -11,7 +11,7 @@ import numpy as np
 from paxkv.config import require
 from paxkv.models.architecture import DecoderConfig
 from paxkv.models.families import tensor_map
-from paxkv.models.weights import Path, Tree, stacked_place, unflatten, weight_specs
+from paxkv.models.weights import Path, Tree, own_place, unflatten, weight_specs
 
 Progress = Callable[[int, int], None]
 """Called with (steps done, steps in all) after each step of something long."""
@@ -83,7 +83,7 @@ def _by_place(config: DecoderConfig, paths: Iterable[Path]) -> dict[Path, list[t
     """The unrolled weights that make up each weight of the config's form, in order."""
     places: dict[Path, list[tuple[Path, int | None]]] = {}
     for path in paths:
-        place, index = stacked_place(config, path) if config.scan_layers else (path, None)
+        place, index = own_place(config, path)
         places.setdefault(place, []).append((path, index))
     return places
 

@@ -19,7 +19,7 @@ from paxkv.models.hf_folder import CONFIG, INDEX, NEEDS_EXTRA, WEIGHTS
 from paxkv.models.hf_spelling import differences, to_hf_config
 from paxkv.models.new_folder import new_folder
 from paxkv.models.tensor_rules import TensorRule
-from paxkv.models.weights import Path, check_params, flatten, stacked_place
+from paxkv.models.weights import Path, check_params, flatten, unrolled_weight
 
 SHARD_BYTES = 2_000_000_000
 _ROOM = 1 << 20  # bytes, for what is no weight
@@ -138,5 +138,4 @@ class _Tensors:
 
     def _weight(self, path: Path) -> np.ndarray:
         """A weight of the unrolled form, a view of the config's."""
-        place, index = stacked_place(self.config, path) if self.config.scan_layers else (path, None)
-        return self.weights[place] if index is None else self.weights[place][index]
+        return unrolled_weight(self.config, self.weights, path)

@@ -25,7 +25,7 @@ from paxkv.models.assembly import Progress, build, check_range
 from paxkv.models.hf_folder import read_json
 from paxkv.models.new_folder import new_folder
 from paxkv.models.rotary import Rope
-from paxkv.models.weights import Path, Tree, check_params, flatten, stacked_place, unflatten, weight_specs
+from paxkv.models.weights import Path, Tree, check_params, flatten, unflatten, unrolled_weight, weight_specs
 
 CONFIG = "paxkv.json"
 WEIGHTS = "weights"
@@ -56,13 +56,13 @@ def save(
     """
     check_params(params, config)
     flat = {path: np.asarray(weight) for path, weight in flatten(params).items()}
-    unrolled = _views_by_layer(config, flat)
+    by_layer = {path: unrolled_weight(config, flat, path) for path in _unrolled_specs(config)}
     with new_folder(path, sum(weight.nbytes for weight in flat.values()) + _ROOM) as folder:
         with _orbax().PyTreeCheckpointer() as checkpointer:
-            checkpointer.save(folder.absolute() / WEIGHTS, unflatten(unrolled))
+            checkpointer.save(folder.absolute() / WEIGHTS, unflatten(by_layer))
         for file in beside:
             shutil.copyfile(file, folder / file.name)
-        written = _to_json(config) | {"crc32": {"/".join(path): _checksum(value) for path, value in unrolled.items()}}
+        written = _to_json(config) | {"crc32": {"/".join(path): _checksum(value) for path, value in by_layer.items()}}
         (folder / CONFIG).write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
 
 
@@ -126,13 +126,8 @@ def _checksum(weight: np.ndarray) -> int:
     return zlib.crc32(np.ascontiguousarray(weight).view(np.uint8))
 
 
-def _views_by_layer(config: DecoderConfig, flat: Mapping[Path, np.ndarray]) -> dict[Path, np.ndarray]:
-    """Weights of the unrolled form, as views of those in the config's."""
-    views = {}
-    for path in weight_specs(dataclasses.replace(config, scan_layers=False)):
-        place, index = stacked_place(config, path) if config.scan_layers else (path, None)
-        views[path] = flat[place] if index is None else flat[place][index]
-    return views
+def _unrolled_specs(config: DecoderConfig) -> dict[Path, jax.ShapeDtypeStruct]:
+    return weight_specs(dataclasses.replace(config, scan_layers=False))
 
 
 def _stored_paths(checkpointer: Any, folder: pathlib.Path, config: DecoderConfig) -> list[Path]:
@@ -141,7 +136,7 @@ def _stored_paths(checkpointer: Any, folder: pathlib.Path, config: DecoderConfig
         stored = flatten(checkpointer.metadata(folder).item_metadata.tree)
     except Exception as error:  # as above
         raise ValueError(f"{folder} is no whole Orbax checkpoint: {error}; save or copy it again") from error
-    needed = weight_specs(dataclasses.replace(config, scan_layers=False))
+    needed = _unrolled_specs(config)
     for path, spec in needed.items():
         name = "/".join(path)
         require(path in stored, f"weight {name}: expected {list(spec.shape)}, not found in {folder}")

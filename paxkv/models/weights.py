@@ -114,6 +114,17 @@ def stacked_place(config: DecoderConfig, path: Path) -> tuple[Path, int | None]:
     raise ValueError(f"{path[0]} is no layer of a {config.name} of {config.num_layers} layers")
 
 
+def own_place(config: DecoderConfig, path: Path) -> tuple[Path, int | None]:
+    """Where an unrolled weight lies in the config's own form: (path, index along its first axis or None)."""
+    return stacked_place(config, path) if config.scan_layers else (path, None)
+
+
+def unrolled_weight(config: DecoderConfig, flat: Mapping[Path, Any], path: Path) -> Any:
+    """The weight of the unrolled form at ``path``, of weights in the config's own form: of numpy arrays a view."""
+    place, index = own_place(config, path)
+    return flat[place] if index is None else flat[place][index]
+
+
 def stack_layers(params: Mapping[str, Any], config: DecoderConfig) -> Tree:
     """Unrolled weights (``layers_{i}``) to stacked ones. Copies them."""
     flat: dict[Path, Any] = {}
