@@ -106,12 +106,13 @@ class RequestOutput:
 class Progress:
     """One sequence's output as it grows: ids come from its lane, text and stops are found here."""
 
-    __slots__ = ("detokenizer", "lane", "logprobs", "reason", "stop", "text", "total")
+    __slots__ = ("detokenizer", "lane", "logprobs", "reason", "searched", "stop", "text", "total")
 
     def __init__(self, lane: Lane, detokenizer: Detokenizer | None) -> None:
         self.lane = lane
         self.detokenizer = detokenizer
         self.text = "" if detokenizer is not None else None
+        self.searched = 0  # characters of the text that hold no stop text
         self.reason: FinishReason | None = None
         self.stop: str | int | None = None
         self.logprobs: list[TokenLogprob] = []
@@ -139,10 +140,13 @@ class Progress:
         """Adds the text of tokens, that of the end token left out; returns how many there are up to a stop text."""
         params = self.lane.params
         quiet = params.min_tokens - self.lane.produced  # tokens that may not end the sequence yet
+        longest = max(map(len, params.stop), default=0)
         for count, token in enumerate(tokens[:end], 1):
             self.text += self.detokenizer.add(token)
             if params.stop and count >= quiet:
-                found = [(at, stop) for stop in params.stop if (at := self.text.find(stop)) >= 0]
+                start = max(0, self.searched - longest + 1)
+                found = [(at, stop) for stop in params.stop if (at := self.text.find(stop, start)) >= 0]
+                self.searched = len(self.text)
                 if found:
                     at, stop = min(found)
                     self.text, self.reason, self.stop = self.text[:at], "stop", stop
