@@ -5,6 +5,13 @@ from __future__ import annotations
 import jax
 
 
+def stacks_layers() -> bool:
+    """Whether weights are stacked [L, ...] unless asked otherwise: not on a CPU, where a scan over layers copies each
+    layer's weights in every step.
+    """
+    return jax.default_backend() != "cpu"
+
+
 def step_compiler_options(dtype: str = "float32") -> dict[str, str | int] | None:
     """Compiler options of a jitted step, for the default backend; None where the defaults are best.
 

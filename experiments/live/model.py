@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import json
 import logging
 import os
 import time
@@ -17,9 +16,11 @@ import jax
 import jax.numpy as jnp
 
 from experiments.live.setting import SIZES, LiveSize, checkpoint_size
+from paxkv.compat import stacks_layers
 from paxkv.models.architecture import DecoderConfig
 from paxkv.models.checkpoint import load
 from paxkv.models.families import from_hf_config
+from paxkv.models.hf_folder import CONFIG, read_json
 from paxkv.models.rotary import Rope
 from paxkv.models.weights import init_params
 
@@ -62,7 +63,7 @@ def seeded_model(size: LiveSize, seed: int = 0) -> LiveModel:
         ffn_size=shape.ffn_size,
         max_positions=shape.max_positions,
         rope=Rope(shape.head_size),
-        scan_layers=not on_cpu(),  # XLA copies the weights out of a stack on CPUs
+        scan_layers=stacks_layers(),
     )
     params = jax.block_until_ready(init_params(config, seed))
     return LiveModel(config, params, time.perf_counter() - begin)
@@ -91,9 +92,9 @@ def size_of_checkpoint(folder: str | Path) -> LiveSize:
         ValueError: an architecture that is not supported, or positions that end too early.
     """
     folder = Path(folder)
-    config = from_hf_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    config = from_hf_config(read_json(folder / CONFIG))
     digest = hashlib.sha256()
-    for path in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
+    for path in [folder / CONFIG, *sorted(folder.glob("*.safetensors"))]:
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return checkpoint_size(

@@ -6,8 +6,7 @@ import contextlib
 import dataclasses
 import pathlib
 
-import jax
-
+from paxkv.compat import stacks_layers
 from paxkv.models import orbax_folder
 from paxkv.models.architecture import DecoderConfig
 from paxkv.models.assembly import Progress, assemble
@@ -42,7 +41,7 @@ def load(
             of another shape, of a type that is not read, or of no use.
     """
     path = pathlib.Path(path)
-    scan = jax.default_backend() != "cpu" if scan_layers is None else scan_layers
+    scan = stacks_layers() if scan_layers is None else scan_layers
     if path.suffix == ".gguf" and path.is_file():
         from paxkv.models import gguf_file
 

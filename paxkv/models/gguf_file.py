@@ -16,9 +16,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
+from paxkv.compat import stacks_layers
 from paxkv.config import require
 from paxkv.models.architecture import DecoderConfig
 from paxkv.models.assembly import Progress, assemble
@@ -105,7 +105,7 @@ def load(
     """
     file = path if isinstance(path, GGUFFile) else GGUFFile(path)
     config = decoder_config(file)
-    scan = jax.default_backend() != "cpu" if scan_layers is None else scan_layers
+    scan = stacks_layers() if scan_layers is None else scan_layers
     config = dataclasses.replace(config, dtype=dtype or config.dtype, scan_layers=scan)
     tensors = _Tensors(file, config)
     return config, assemble(config, tensors.read, progress)
