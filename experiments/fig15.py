@@ -13,10 +13,13 @@ Live: the runs of figure 14; what sampling saves equals the simulator's, what be
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from experiments import fig14, paper
 from experiments.context import Context, Preset
 from experiments.figure import Chapter, Figure, Panel, Series, Table, judge, judge_range
 from experiments.live.checks import workload_name
+from experiments.paper.memory import SavedBySharing
 from experiments.setting import Setting
 
 SECONDS, WINDOW = 900.0, (300.0, 900.0)
@@ -69,14 +72,7 @@ def chapter(context: Context) -> Chapter:
     for method in paper.FIG15:
         widths = [w for m, w, d in bars(context.preset) if m is method and d == "alpaca"]
         ours = [saved[method.method, w, "alpaca"]["windows"][0]["sharing_saved"] for w in widths]
-        series = (
-            Series("paper", "paper", tuple(range(len(widths))), tuple(method.at(w) for w in widths), system="paged"),
-            Series("paxkv", "paxkv", tuple(range(len(widths))), tuple(ours), system="paged"),
-        )
-        panels.append(
-            Panel(f"{method.method}, Alpaca", "sequences per request", "pages saved (%)", "bar", series,
-                  xticklabels=tuple(map(str, widths)))
-        )  # fmt: skip
+        panels.append(bars_panel(f"{method.method}, Alpaca", method, widths, ours))
     drawing = Figure(
         "fig15",
         "Memory saved by sharing (figure 15)",
@@ -85,6 +81,17 @@ def chapter(context: Context) -> Chapter:
         tuple(panels),
     )
     return Chapter("fig15", drawing, tuple(rows))
+
+
+def bars_panel(title: str, method: SavedBySharing, widths: Sequence[int], ours: Sequence[float]) -> Panel:
+    """The paper's bars of a method beside ours, by the sequences of a request."""
+    places = tuple(range(len(widths)))
+    series = (
+        Series("paper", "paper", places, tuple(map(method.at, widths)), system="paged"),
+        Series("paxkv", "paxkv", places, tuple(ours), system="paged"),
+    )
+    labels = tuple(map(str, widths))
+    return Panel(title, "sequences per request", "pages saved (%)", "bar", series, xticklabels=labels)
 
 
 def live_chapter(context: Context) -> Chapter:
@@ -103,13 +110,7 @@ def live_chapter(context: Context) -> Chapter:
                       method.at(width), ours, TOLERANCES[method.method], "absolute", tested=False)
             )  # fmt: skip
             body.append((method.method, width, method.at(width), ours, ahead))
-        places = tuple(range(len(WIDTHS)))
-        panels.append(
-            Panel(f"{method.method}, Alpaca, real engine", "sequences per request", "pages saved (%)", "bar",
-                  (Series("paper", "paper", places, tuple(map(method.at, WIDTHS)), system="paged"),
-                   Series("paxkv", "paxkv", places, tuple(runs), system="paged")),
-                  xticklabels=tuple(map(str, WIDTHS)))
-        )  # fmt: skip
+        panels.append(bars_panel(f"{method.method}, Alpaca, real engine", method, WIDTHS, runs))
     drawing = Figure(
         "live_fig15",
         "Memory saved by sharing, live (figure 15)",
