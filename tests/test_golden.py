@@ -90,6 +90,14 @@ CASES = [
     (4, 110, 4, "too small a pool"),
     (64, 60, 12, "cached prefixes"),
 ]
+STORIES = [
+    *CASES,
+    (16, 200, 12, "together"),
+    (16, 200, 12, "one by one"),
+    (16, 200, 12, "recompute"),
+    (16, 200, 12, "swap"),
+    (4, 110, 12, "too small a pool"),
+]
 
 
 def check(golden: Golden, page_size: int, num_pages: int, together: int, way: str) -> None:
@@ -126,7 +134,7 @@ def check(golden: Golden, page_size: int, num_pages: int, together: int, way: st
     assert engine.memory.num_free_pages == num_pages
 
 
-@pytest.mark.parametrize(("page_size", "num_pages", "together", "way"), CASES)
+@pytest.mark.parametrize(("page_size", "num_pages", "together", "way"), STORIES)
 def test_stories260k(stories, page_size, num_pages, together, way):
     check(stories, page_size, num_pages, together, way)
 

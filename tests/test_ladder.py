@@ -10,13 +10,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import json
 
 import numpy as np
 import pytest
 
 from paxkv.config import CacheConfig, SchedulerConfig
-from paxkv.engine import Engine, EngineConfig
+from paxkv.engine import Engine
 from paxkv.request import Request
 from paxkv.sampling import SamplingParams
 from paxkv.sched.block_manager import PagedMemory
@@ -25,7 +24,6 @@ from paxkv.sched.scheduler import Scheduler
 from paxkv.sched.static import StaticMemory
 from paxkv.sim.cost_model import CostModel
 from paxkv.sim.simulate import simulate
-from paxkv.testing import llama2c
 from paxkv.testing.dense import Answer, log_softmax
 from paxkv.testing.naive_beam import naive_beam
 from paxkv.testing.tiny_engine import LIMITS, NUM_PAGES, PAGE_SIZE, ForceBy, tiny_dense, tiny_engine
@@ -497,47 +495,3 @@ def test_engine_and_simulator_make_the_same_plans(system, kind):
         assert any(plan.swap_in for plan, *_ in real) == ("swap" in system)
     if system == "roomy" and kind == "at once":
         assert max(steps for _, steps, _ in real) == 4
-
-
-# --- a trained model ------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def stories(shared_data):
-    """stories260K, and what other engines make of twelve prompts, greedily and with end tokens ignored."""
-    golden = (shared_data / "golden" / "stories260k_greedy.jsonl").read_text().splitlines()
-    model = llama2c.read(shared_data / "models" / "stories260k" / "stories260K.bin")
-    return *model, [json.loads(line) for line in golden]
-
-
-@pytest.mark.parametrize(
-    ("page_size", "num_pages", "way"),
-    [
-        (16, 200, "together"),
-        (16, 200, "one by one"),
-        (16, 200, "recompute"),
-        (16, 200, "swap"),
-        (4, 110, "too small a pool"),
-    ],
-)
-def test_golden_tokens_of_a_trained_model(stories, page_size, num_pages, way):
-    """The twin that never skips is all of the above."""
-    model, params, golden = stories
-    limits = SchedulerConfig(
-        max_num_seqs=12, max_num_batched_tokens=16, max_model_len=512, step_kind="chunked", max_horizon=8
-    )
-    force = ForceBy() if way in ("recompute", "swap") else None
-    config = EngineConfig(limits, page_size=page_size, num_pages=num_pages, num_host_pages=num_pages)
-    engine = Engine(model, params, config, check=True, force=force)
-    if force is not None:
-        force.choose = lambda step, running: [(group, way) for group in running if (step + 5 * group.order) % 47 == 0]
-    prompts = [line["prompt_ids"] for line in golden]
-    wanted = [SamplingParams(temperature=0.0, max_tokens=len(line["output_ids"])) for line in golden]
-    if way == "one by one":
-        outputs = [engine.generate([ids], [choice])[0] for ids, choice in zip(prompts, wanted, strict=True)]
-    else:
-        outputs = engine.generate(prompts, wanted)
-    assert [list(output.token_ids) for output in outputs] == [line["output_ids"] for line in golden]
-    counters = engine.counters
-    assert (counters.preemptions > 0) == (way not in ("together", "one by one"))
-    assert (counters.swapped_in_pages > 0) == (way == "swap")
