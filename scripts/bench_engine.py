@@ -24,6 +24,7 @@ spread of the passes; the ratios by CPU seconds then say more than those by the 
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import json
 import pathlib
 import sys
@@ -104,8 +105,10 @@ def write_model(folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path | None
     shape = LlamaShape(max_positions=LONGEST)
     weights = make_weights(shape, _SEED.value)
     write_hf(folder / "model", shape, weights)
-    write_gguf(folder / "model.gguf", shape, weights)
-    return folder / "model", folder / "model.gguf", shape.vocab_size
+    twin = folder / "model.gguf" if importlib.util.find_spec("gguf") else None  # pip install 'paxkv[gguf]'
+    if twin is not None:
+        write_gguf(twin, shape, weights)
+    return folder / "model", twin, shape.vocab_size
 
 
 def compare(

@@ -9,26 +9,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-import struct
 from collections.abc import Iterator, Mapping
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
-SPREAD = 0.06  # standard deviation of every matrix
-ALIGNMENT = 32  # of tensors in a GGUF file, its default
+from paxkv.models.gguf_file import stored_name
+from paxkv.models.hf_folder import CONFIG, WEIGHTS
 
-GGUF_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
+SPREAD = 0.06  # standard deviation of every matrix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,101 +90,51 @@ def make_weights(shape: LlamaShape, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def write_hf(folder: pathlib.Path, shape: LlamaShape, weights: Mapping[str, np.ndarray]) -> None:
-    """Writes config.json and model.safetensors: the length of a JSON header, the header, the tensors."""
+    """Writes config.json and model.safetensors."""
+    from safetensors.numpy import save_file
+
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(shape.hf_config(), indent=2) + "\n")
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, value in weights.items():
-        header[name] = {"dtype": "F32", "shape": list(value.shape), "data_offsets": [end, end + value.nbytes]}
-        end += value.nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with open(folder / "model.safetensors", "wb") as stream:
-        stream.write(struct.pack("<Q", len(text)) + text)
-        for value in weights.values():
-            stream.write(np.ascontiguousarray(value, "<f4").data)
+    (folder / CONFIG).write_text(json.dumps(shape.hf_config(), indent=2) + "\n")
+    save_file(dict(weights), folder / WEIGHTS, metadata={"format": "pt"})
 
 
 def write_gguf(path: pathlib.Path, shape: LlamaShape, weights: Mapping[str, np.ndarray]) -> None:
-    """Writes a GGUF file, version 3: metadata, tensor table, aligned tensors."""
-    tensors = dict(_gguf_tensors(shape, weights))
-    metadata = _gguf_metadata(shape)
-    with open(path, "wb") as stream:
-        stream.write(b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata)))
-        for key, value in metadata.items():
-            stream.write(_text(key) + _value(value))
-        offset = 0
-        for name, value in tensors.items():
-            sizes = value.shape[::-1]  # innermost first
-            stream.write(_text(name) + struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, 0, offset))
-            offset += value.nbytes + -value.nbytes % ALIGNMENT
-        _align(stream)
-        for value in tensors.values():
-            stream.write(np.ascontiguousarray(value, "<f4").data)
-            _align(stream)
+    """Writes the same weights as GGUF, in float32.
 
+    Raises:
+        ImportError: the package ``gguf`` is missing.
+    """
+    import gguf
 
-def _gguf_metadata(shape: LlamaShape) -> dict[str, Any]:
-    size = shape.vocab_size
-    return {
-        "general.architecture": "llama",
-        "general.file_type": 0,
-        "llama.context_length": shape.max_positions,
-        "llama.embedding_length": shape.hidden_size,
-        "llama.block_count": shape.num_layers,
-        "llama.feed_forward_length": shape.ffn_size,
-        "llama.attention.head_count": shape.num_heads,
-        "llama.attention.head_count_kv": shape.num_kv_heads,
-        "llama.attention.layer_norm_rms_epsilon": shape.norm_eps,
-        "llama.rope.dimension_count": shape.head_size,
-        "llama.rope.freq_base": shape.rope_base,
-        "llama.vocab_size": size,
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>", *(f"t{i}" for i in range(3, size))],
-        "tokenizer.ggml.scores": [0.0] * size,
-        "tokenizer.ggml.token_type": np.array([2, 3, 3] + [1] * (size - 3), np.int32),  # unknown, control, normal
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2,
-    }
-
-
-def _gguf_tensors(shape: LlamaShape, weights: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
-    yield "token_embd.weight", weights["model.embed_tokens.weight"]
-    for layer in range(shape.num_layers):
-        for theirs, ours in GGUF_NAMES.items():
-            value = weights[f"model.layers.{layer}.{theirs}.weight"]
-            if ours in ("attn_q", "attn_k"):
-                value = _interleave(value, shape.head_size)
-            yield f"blk.{layer}.{ours}.weight", value
-    yield "output_norm.weight", weights["model.norm.weight"]
-    yield "output.weight", weights["lm_head.weight"]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    writer.add_context_length(shape.max_positions)
+    writer.add_embedding_length(shape.hidden_size)
+    writer.add_block_count(shape.num_layers)
+    writer.add_feed_forward_length(shape.ffn_size)
+    writer.add_head_count(shape.num_heads)
+    writer.add_head_count_kv(shape.num_kv_heads)
+    writer.add_layer_norm_rms_eps(shape.norm_eps)
+    writer.add_rope_dimension_count(shape.head_size)
+    writer.add_rope_freq_base(shape.rope_base)
+    writer.add_vocab_size(shape.vocab_size)
+    kinds = [gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.CONTROL]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(["<unk>", "<s>", "</s>", *(f"t{i}" for i in range(len(kinds), shape.vocab_size))])
+    writer.add_token_scores([0.0] * shape.vocab_size)
+    writer.add_token_types(kinds + [gguf.TokenType.NORMAL] * (shape.vocab_size - len(kinds)))
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    for name, value in weights.items():
+        turned = name.endswith(("q_proj.weight", "k_proj.weight"))
+        writer.add_tensor(stored_name(name), _interleave(value, shape.head_size) if turned else value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def _interleave(value: np.ndarray, head_size: int) -> np.ndarray:
     """Rows of each head from Hugging Face's order (first halves, second halves) to GGUF's (pairs)."""
     halves = value.reshape(-1, 2, head_size // 2, value.shape[1])
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(value.shape)
-
-
-def _text(value: str) -> bytes:
-    return struct.pack("<Q", len(value.encode())) + value.encode()
-
-
-def _value(value: Any) -> bytes:
-    """A metadata value with its type before it: uint32, float32, text, or a list of one of those or of int32."""
-    if isinstance(value, int):
-        return struct.pack("<II", 4, value)
-    if isinstance(value, float):
-        return struct.pack("<If", 6, value)
-    if isinstance(value, str):
-        return struct.pack("<I", 8) + _text(value)
-    if isinstance(value, np.ndarray):
-        return struct.pack("<IIQ", 9, 5, len(value)) + value.astype("<i4").tobytes()
-    if isinstance(value[0], str):
-        return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(_text, value))
-    return struct.pack("<IIQ", 9, 6, len(value)) + np.asarray(value, "<f4").tobytes()
-
-
-def _align(stream: BinaryIO) -> None:
-    stream.write(bytes(-stream.tell() % ALIGNMENT))
