@@ -1,4 +1,7 @@
-"""Tiles of queries, one after the other, each of which walks over its row's keys with an online softmax."""
+"""Tiles of queries, one after the other, each of which walks over its row's keys with an online softmax.
+
+A tile knows nothing of other rows, and its walk is cut at fixed places, so a row's bits do not depend on its batch.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +9,33 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.paged_attention import blocks
+from pallas_kernels.paged_attention import blocks, products
 from pallas_kernels.paged_attention.arguments import Call
 from pallas_kernels.paged_attention.places import Places, bend, visible
 from pallas_kernels.paged_attention.states import finish
 
 BLOCK_SLOTS = 128  # keys of a block, if pages are not larger
+FEW_BYTES = 512 * 1024  # of a block for few queries, at most: with a copy of half of it, it stays in a cache of 1 MB
 LOWEST = -1e30  # start of the running maximum: finite, so that differences are
 
 
 def attend(call: Call, places: Places, chosen: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
-    """Output [T,H,Dv] and log-sum-exp [T,H] of the chosen rows, in tiles of ``width``, float32; whatever for others."""
+    """Attention of the chosen rows.
+
+    Args:
+        chosen: which rows, bool [S].
+        width: queries of a tile.
+
+    Returns:
+        Output [T,H,Dv] and log-sum-exp [T,H], float32; anything at the tokens of other rows.
+    """
     tokens, heads, _ = call.q.shape
     rows = call.block_tables.shape[0]
     counts = jnp.where(chosen, (places.query_lens + width - 1) // width, 0)
     ends = jnp.cumsum(counts)
     queries = jnp.pad(call.q, ((0, width - 1), (0, 0), (0, 0)))
 
-    def step(state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def step(state: tuple) -> tuple:
         tile, out, lse = state
         row = jnp.minimum(jnp.sum(ends <= tile, dtype=jnp.int32), rows - 1)
         first = (tile - (ends[row] - counts[row])) * width
@@ -41,17 +53,37 @@ def attend(call: Call, places: Places, chosen: jax.Array, width: int) -> tuple[j
     return out[:tokens], lse[:tokens]
 
 
+def block_pages(call: Call, few: bool) -> int:
+    """Pages of a block: as many as matrix products like, for few queries no more than a cache holds."""
+    count = BLOCK_SLOTS // call.page_size
+    if few:
+        sides = [side for side in (call.k_pages, call.v_pages) if side is not None]
+        count = min(count, FEW_BYTES // sum(side.nbytes // side.shape[0] for side in sides))
+    return max(1, count)
+
+
 def attend_tile(
     call: Call, places: Places, row: jax.Array, first: jax.Array, query: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
+    """Attention of one tile.
+
+    Args:
+        row: the tile's row, int32 scalar.
+        first: which of the row's queries is the tile's first, int32 scalar.
+        query: the queries, [Q,H,D].
+
+    Returns:
+        Output [Q,H,Dv] and log-sum-exp [Q,H], float32.
+    """
     width, heads, size = query.shape
     kv_heads, groups = call.num_kv_heads, call.group_size
-    group = max(1, BLOCK_SLOTS // call.page_size)
+    few = groups * width <= products.FEW
+    group = block_pages(call, few)
     length = group * call.page_size
     query = query.astype(jnp.float32) * call.scale
     query = query.reshape(width, kv_heads, groups, size).transpose(1, 2, 0, 3).reshape(kv_heads, groups * width, size)
-    tokens = call.query_starts[row] + first + jnp.arange(width, dtype=jnp.int32)
-    in_row = first + jnp.arange(width, dtype=jnp.int32) < places.query_lens[row]
+    index = first + jnp.arange(width, dtype=jnp.int32)
+    tokens, in_row = call.query_starts[row] + index, index < places.query_lens[row]
     kv_len, cached = call.kv_lens[row], places.cached[row]
     ordered = call.causal and call.tree_mask is None
     end = jnp.minimum(kv_len, cached + first + width) if ordered else kv_len
@@ -60,31 +92,29 @@ def attend_tile(
     slopes = None if call.alibi_slopes is None else call.alibi_slopes.reshape(kv_heads, groups, 1, 1)
     shape = (kv_heads, groups, width, length)
 
-    def step(block: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def step(block: jax.Array, state: tuple) -> tuple:
         top, total, out = state
+        k_runs, v_runs = blocks.hold(call, block)
         ids = blocks.page_ids(call, row, block, group)
-        ids = ids + blocks.touch(call.k_pages, ids)
-        if call.v_pages is not None:
-            ids = ids + blocks.touch(call.v_pages, ids)
-        keys = blocks.read(call.k_pages, ids).reshape(kv_heads, length, -1)
-        values = blocks.read_values(call, ids, keys).reshape(kv_heads, length, -1)
+        runs = blocks.warm((k_runs, v_runs), blocks.head_runs(call, ids))
         slots = block * length + jnp.arange(length, dtype=jnp.int32)
         seen, distance = visible(call, places, row, tokens, slots)  # [Q,C]
         seen &= in_row[:, None]
-        values = jnp.where(jnp.any(seen, axis=0)[:, None], values, 0.0)
-        logits = jnp.einsum("kqd,kcd->kqc", query, keys, precision="highest").reshape(shape)
+        # Values in the keys are read twice, so they are worth a copy.
+        keys = blocks.read(k_runs, runs, call.page_size, copy=not few or v_runs is None)
+        logits = products.scores(query, keys).reshape(shape)
         if call.k_scale is not None:
-            logits *= flatten(blocks.read_scale(call.k_scale, call.k_pages, ids))
+            logits *= blocks.read_scale(call, call.k_scale, runs)[:, None, None]
         logits = jnp.where(seen, bend(call, logits, slopes, distance), -jnp.inf)
-        new_top = jnp.maximum(top, jnp.max(logits, axis=3))
+        new_top = jnp.maximum(top, products.largest(logits))
         weights = jnp.exp(logits - new_top[..., None])
         shrink = jnp.exp(top - new_top)
-        total = total * shrink + jnp.sum(weights, axis=3)
+        total = total * shrink + products.total(weights)
         if call.v_scale is not None:
-            scale = blocks.read_scale(call.v_scale, call.k_pages if call.v_pages is None else call.v_pages, ids)
-            weights = jnp.where(seen, weights * flatten(scale), 0.0)
+            weights = jnp.where(seen, weights * blocks.read_scale(call, call.v_scale, runs)[:, None, None], 0.0)
+        values = keys[..., : call.v_width] if v_runs is None else blocks.read(v_runs, runs, call.page_size)
         weights = weights.reshape(kv_heads, groups * width, length)
-        part = jnp.einsum("kqc,kcd->kqd", weights, values, precision="highest").reshape(out.shape)
+        part = products.mix(weights, values, jnp.any(seen, axis=0)).reshape(out.shape)
         return new_top, total, out * shrink[..., None] + part
 
     top = jnp.full((kv_heads, groups, width), LOWEST, jnp.float32)
@@ -96,11 +126,5 @@ def attend_tile(
         shrink = jnp.exp(top - base)
         top, total, out = base, total * shrink + jnp.exp(sinks - base), out * shrink[..., None]
     out, lse = finish(out, total, top)
-    return jnp.transpose(out, (2, 0, 1, 3)).reshape(width, heads, -1), jnp.transpose(lse, (2, 0, 1)).reshape(width, -1)
-
-
-def flatten(scale: jax.Array) -> jax.Array:
-    """A scale that fits [g,K,B] as one that fits [K,1,1,g*B]."""
-    if scale.ndim == 2:  # [1,1] or [K,1]: the same for all slots
-        return scale[:, :, None, None]
-    return scale.reshape(scale.shape[0], 1, 1, -1)
+    out = jnp.transpose(out, (2, 0, 1, 3)).reshape(width, heads, -1)
+    return out, jnp.transpose(lse, (2, 0, 1)).reshape(width, -1)
