@@ -4,7 +4,7 @@ r"""Runs the paper's memory and throughput figures and writes the report.
     python -m experiments.reproduce --preset=paper --traces=DIR            (everything, on real traces)
     python -m experiments.reproduce --preset=paper --only=fig02,fig12      (some figures)
     python -m experiments.reproduce --preset=live                          (the real engine on the device that is there)
-    python -m experiments.reproduce --preset=live --model=FOLDER           (with a checkpoint instead of random weights)
+    python -m experiments.reproduce --preset=live --model=PATH             (with a checkpoint instead of random weights)
 
 Writes into --workdir: `runs/` (one directory per simulated run), `live/` (one per run of the real engine), `chapters/`,
 `verdict.json`, `calibration.json`, `environment.json` and `report.html`. A second call resumes: complete runs are read,
@@ -72,7 +72,7 @@ ONLY = flags.DEFINE_list("only", [], f"experiments to run, of {', '.join(EXPERIM
 TRACES = flags.DEFINE_string("traces", None, "folder of real traces; without it, embedded length statistics")
 WORKDIR = flags.DEFINE_string("workdir", "runs/{preset}", "where results go; {preset} is filled in")
 PROCESSES = flags.DEFINE_integer("processes", None, "worker processes (default: the machine's cores)", lower_bound=1)
-MODEL = flags.DEFINE_string("model", None, "folder of a checkpoint for the preset live; without it, random weights")
+MODEL = flags.DEFINE_string("model", None, "checkpoint of the preset live: path or known name; none: random weights")
 RECORD = flags.DEFINE_bool("record", False, "also write rows per step and per request")
 STRICT = flags.DEFINE_bool("strict", False, "exit 1 when a tested row misses without a note")
 
@@ -152,11 +152,12 @@ def reproduce(
     """Runs a preset and writes everything; returns the report's path and the chapters.
 
     Raises:
-        ValueError: an unknown experiment, a folder that does not exist, or a model for a preset that runs none.
+        ValueError: an unknown experiment, a traces folder that does not exist, or a model for a preset that runs none.
+        RuntimeError, OSError, ImportError: a run failed, or the model cannot be loaded.
     """
     names = chosen(only, preset)
-    if model is not None and (preset != "live" or not Path(model).is_dir()):
-        raise ValueError(f"--model must be a folder with a checkpoint, for --preset=live alone, got {model!r}")
+    if model is not None and preset != "live":
+        raise ValueError(f"--model is for --preset=live, the preset {preset} runs no checkpoint; got {model!r}")
     if traces is not None and not Path(traces).is_dir():
         raise ValueError(
             f"--traces must be a folder with the trace files, got {traces!r}; leave it out to use statistics"
@@ -220,7 +221,8 @@ def main(argv: Sequence[str]) -> None:
         )
     except ValueError as error:
         raise app.UsageError(str(error)) from error
-    except (RuntimeError, ReportError, OSError) as error:  # a failed run, a full disk, a folder that cannot be written
+    # A failed run, a full disk, a folder that cannot be written, a model that cannot be loaded.
+    except (RuntimeError, ReportError, OSError, ImportError) as error:
         sys.exit(f"reproduce stopped: {error}\ncomplete runs are kept; the same command goes on from there")
     rows = [row for chapter in chapters for row in chapter.rows]
     missed = [row for row in rows if row.passed is False]

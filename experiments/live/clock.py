@@ -87,8 +87,12 @@ class Clock:
         return constants + points
 
 
-def fit_cost(points: Sequence[Point]) -> CostModel:
+def fit_cost(points: Sequence[Point], page_s: float = 0.0) -> CostModel:
     """Floor, weights, token, sequence and context costs that minimise the points' relative errors.
+
+    Args:
+        points: timed steps.
+        page_s: reading one page at the device's bandwidth. Swapping or copying it reads and writes it once.
 
     A step takes floor + max(weights, tokens * token) + sequences * sequence + context * kv. With the knee k = weights /
     token given, that is linear in costs of zero or more; the best k is found by trying.
@@ -110,7 +114,7 @@ def fit_cost(points: Sequence[Point]) -> CostModel:
     _, knee, (floor, token, sequence, kv) = min((fit(knee) for knee in KNEES), key=lambda found: found[0])
     return CostModel(
         floor_s=float(floor), weights_s=float(knee * token), token_s=float(token), sequence_s=float(sequence),
-        kv_token_s=float(kv),
+        kv_token_s=float(kv), page_copy_s=2 * page_s, swap_out_page_s=2 * page_s, swap_in_page_s=2 * page_s,
     )  # fmt: skip
 
 

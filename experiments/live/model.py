@@ -17,10 +17,9 @@ import jax.numpy as jnp
 
 from experiments.live.setting import SIZES, LiveSize, checkpoint_size
 from paxkv.compat import stacks_layers
+from paxkv.models import known
 from paxkv.models.architecture import DecoderConfig
 from paxkv.models.checkpoint import load
-from paxkv.models.families import from_hf_config
-from paxkv.models.hf_folder import CONFIG, read_json
 from paxkv.models.rotary import Rope
 from paxkv.models.weights import init_params
 
@@ -69,37 +68,41 @@ def seeded_model(size: LiveSize, seed: int = 0) -> LiveModel:
     return LiveModel(config, params, time.perf_counter() - begin)
 
 
-def load_model(folder: str | Path, progress: Callable[[float, float, str], None]) -> LiveModel:
+def load_model(path: str | Path, progress: Callable[[float, float, str], None]) -> LiveModel:
     """The model of a checkpoint, in float32 on a CPU and as it is stored elsewhere.
 
+    Args:
+        path: whatever :func:`paxkv.models.checkpoint.load` reads, or a name of :mod:`paxkv.models.known`.
+
     Raises:
-        OSError, ValueError: see :func:`paxkv.models.checkpoint.load`.
+        OSError, ValueError, ImportError: see there.
     """
     begin = time.perf_counter()
+    path = known.find(str(path)).weights
     config, params = load(
-        folder,
+        path,
         dtype="float32" if on_cpu() else None,
-        progress=lambda done, total: progress(done, total, f"loading {Path(folder).name}"),
+        progress=lambda done, total: progress(done, total, f"loading {path.name}"),
     )
     return LiveModel(config, jax.block_until_ready(params), time.perf_counter() - begin)
 
 
-def size_of_checkpoint(folder: str | Path) -> LiveSize:
-    """What to run with a checkpoint, by its ``config.json`` and a digest of all of its weights.
+def size_of_checkpoint(path: str | Path, model: LiveModel) -> LiveSize:
+    """What to run with a checkpoint. It is known by a digest of all of its files.
 
     Raises:
-        OSError: no such file.
-        ValueError: an architecture that is not supported, or positions that end too early.
+        OSError: a file cannot be read.
+        ValueError: positions that end too early.
     """
-    folder = Path(folder)
-    config = from_hf_config(read_json(folder / CONFIG))
+    path = known.find(str(path)).weights
     digest = hashlib.sha256()
-    for path in [folder / CONFIG, *sorted(folder.glob("*.safetensors"))]:
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return checkpoint_size(
-        folder.resolve().name, config.shape, config.max_length, digest.hexdigest()[:16], on_cpu=on_cpu()
-    )
+    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        if file.is_file():
+            with file.open("rb") as stream:
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
+    config = model.config
+    name = "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in path.resolve().name)
+    return checkpoint_size(name, config.shape, config.max_length, digest.hexdigest()[:16], on_cpu=on_cpu())
 
 
 def first_device() -> jax.Device:

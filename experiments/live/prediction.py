@@ -28,13 +28,15 @@ def predict(setting: LiveSetting, cost: CostModel, traces: str | None = None) ->
     """Runs the same requests through the same scheduler and memory on a clock of calculated steps."""
     workload = build_live_workload(setting, traces)
     requests = build_live_requests(setting, workload)
-    unseen, last_s = len(requests), 0.0
+    unseen, last_s, produced = len(requests), 0.0, 0
 
     def watch(start: float, end: float, plan: StepPlan, result: StepResult, outcome: StepOutcome) -> None:
-        nonlocal unseen, last_s
+        nonlocal unseen, last_s, produced
         if unseen:
             unseen -= sum(not admitted.resumed for admitted in plan.admitted)
             last_s = start
+        if unseen:
+            produced += len(plan.decodes) * result.steps + sum(chunk.last for chunk in plan.prefills)
 
     def once(windows: Sequence[Window], hook=None):
         scheduler = Scheduler(live_scheduler_config(setting), build_live_memory(setting))
@@ -49,6 +51,7 @@ def predict(setting: LiveSetting, cost: CostModel, traces: str | None = None) ->
     return {
         "seconds": result.end_s,
         "tokens_per_s": tokens / result.end_s,
+        "full_tokens_per_s": produced / last_s if last_s else None,
         "normalised_latency_s": result.normalised_latency_s,
         "ttft_s": metrics.percentiles(first - arrival, (50, 90, 99)),
         "tpot_s": metrics.percentiles(metrics.tpots(first, last, result.output_tokens), (50, 90, 99)),

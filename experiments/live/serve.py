@@ -26,6 +26,7 @@ from experiments.live.setting import (
     build_live_requests,
     build_live_workload,
     live_scheduler_config,
+    num_host_pages,
     prompt_ids,
 )
 from paxkv import metrics
@@ -168,7 +169,10 @@ def serve(
 def open_engine(setting: LiveSetting, model: LiveModel, watch: PoolWatch | None = None) -> Engine:
     """An engine over the memory of the setting's system."""
     config = EngineConfig(
-        scheduler=live_scheduler_config(setting), page_size=PAGE_SIZE, prefix_caching=setting.prefix_caching
+        scheduler=live_scheduler_config(setting),
+        page_size=PAGE_SIZE,
+        num_host_pages=num_host_pages(setting),
+        prefix_caching=setting.prefix_caching,
     )
     hooks = {} if watch is None else {"on_plan": watch.on_plan, "on_step": watch.on_step}
     engine = Engine(model.config, model.params, config, memory=build_live_memory(setting), **hooks)

@@ -11,7 +11,7 @@ from typing import Any
 
 from experiments.live.clock import Clock, fit_cost, time_steps
 from experiments.live.prediction import UNTIMED, Summary, predict
-from experiments.live.setting import SIZES, LiveSetting, LiveSize
+from experiments.live.setting import PAGE_SIZE, SIZES, LiveSetting, LiveSize
 from paxkv.record import RunDirectory, environment
 
 FORMAT = 1
@@ -25,7 +25,7 @@ class LiveSession:
     Args:
         root: folder of the run directories.
         size: a name of `SIZES`; None takes the one for the device that is there.
-        checkpoint: folder of a checkpoint to run instead of the embedded model.
+        checkpoint: path of a checkpoint, or name of a known one, to run instead of the embedded model.
         traces: folder of real traces, or None for the embedded statistics.
         timed: whether the device's steps are timed, so that the simulator can predict seconds.
         record: also write a row per dispatched plan.
@@ -58,7 +58,7 @@ class LiveSession:
         from experiments.live.model import default_size, size_of_checkpoint
 
         if self._checkpoint is not None:
-            return size_of_checkpoint(self._checkpoint)
+            return size_of_checkpoint(self._checkpoint, self.model)
         return SIZES[self._size] if self._size else default_size()
 
     @functools.cached_property
@@ -89,7 +89,8 @@ class LiveSession:
 
                 points = time_steps(self.size, self.model, self.progress)
                 found = run.write_summary({"points": points, "limits": device_limits(), "model": self.model.facts()})
-        return Clock(fit_cost(found["points"]), found["points"], found["limits"], found["model"])
+        page_s = PAGE_SIZE * self.size.shape.kv_bytes_per_token / found["limits"]["bytes_per_s"]
+        return Clock(fit_cost(found["points"], page_s), found["points"], found["limits"], found["model"])
 
     def __len__(self) -> int:
         """Runs known so far."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from experiments.setting import System
-from paxkv.config import CacheConfig, ModelShape, SchedulerConfig, require
+from paxkv.config import CacheConfig, ModelShape, PreemptionMode, SchedulerConfig, require
 from paxkv.request import Request
 from paxkv.sched.block_manager import PagedMemory
 from paxkv.sched.memory import Memory
@@ -45,6 +45,7 @@ class LiveSize:
         requests: of the runs in which all requests are there from the start.
         batches: at which steps are timed for the simulator; none: they are not.
         max_horizon: most decode steps of one dispatch.
+        preemption: how victims give up their pages: ``swap`` where copying a page is cheaper than computing it again.
         weights: ``seeded`` for random weights made at run time, else the digest of a checkpoint.
     """
 
@@ -57,6 +58,7 @@ class LiveSize:
     requests: int
     batches: tuple[int, ...]
     max_horizon: int = 8
+    preemption: PreemptionMode = "swap"
     weights: str = "seeded"
 
     @property
@@ -88,16 +90,18 @@ SIZES: Mapping[str, LiveSize] = {
         "tiny", _llama("random-0.1m", 2, 4, 2, 64, 160, 256, 32), 32,
         (("sharegpt", 1 / 48), ("alpaca", 1 / 8)), 8, 32, 12, (),
     ),
-    # Wide and flat, so that a step of few rows is bound by reading the weights (123 MB, more than a last-level cache
-    # holds) and neither by attention nor by launching operations.
+    # Wide and flat, so that a step of few rows is bound by reading the weights (105 MB, more than a last-level cache
+    # holds) and neither by attention nor by launching operations. What a CPU lacks is arithmetic to spare: a step of 25
+    # rows still takes twice as long as one of 7, and a prompt's tokens cost what decoded ones do.
     "desktop": LiveSize(
-        "desktop", _llama("random-31m", 4, 12, 2, 768, 2048, 8192, 512), 512,
+        "desktop", _llama("random-26m", 2, 8, 1, 1024, 2816, 4096, 512), 512,
         (("sharegpt", 1 / 4), ("alpaca", 1.0), ("wmt16", 1.0)), 64, 512, 160, (2, 7, 16, 32, 48),
     ),
     # The lengths as they are.
     "accelerator": LiveSize(
         "accelerator", _llama("random-1.1b", 22, 32, 4, 2048, 5632, 32000, 2048), PAPER_LENGTH,
         (("sharegpt", 1.0), ("alpaca", 1.0), ("wmt16", 1.0)), 256, 2560, 256, (2, 4, 7, 16, 32, 64, 128, 256),
+        preemption="recompute",
     ),
 }  # fmt: skip
 """Sizes of the embedded models by name: `tiny` for the smoke preset, `desktop` for a CPU, else `accelerator`."""
@@ -107,7 +111,7 @@ def checkpoint_size(name: str, shape: ModelShape, max_length: int, weights: str,
     """The size for a checkpoint: its own lengths up to those of the embedded model for the device.
 
     Args:
-        name: of the folder.
+        name: of the checkpoint.
         max_length: longest sequence that its positions allow.
         weights: digest of its files.
 
@@ -179,25 +183,32 @@ def saturated(size: LiveSize) -> list[LiveSetting]:
     return [LiveSetting(system, size, "sharegpt", size.requests) for system in SYSTEMS]
 
 
+def num_host_pages(setting: LiveSetting) -> int:
+    """Pages of the host pool: as many as the device has, where victims of a paged system are swapped."""
+    return setting.size.num_pages if setting.system == "paged" and setting.size.preemption == "swap" else 0
+
+
 def build_live_memory(setting: LiveSetting) -> Memory:
     """The memory of the setting's system; all have the same bytes."""
     size = setting.size
     if setting.system == "static":
         return StaticMemory(LONGEST_SEQUENCES, size.max_model_len, size.max_model_len)
     if setting.system == "paged":
-        return PagedMemory(CacheConfig(size.num_pages, PAGE_SIZE, prefix_caching=setting.prefix_caching))
+        return PagedMemory(
+            CacheConfig(size.num_pages, PAGE_SIZE, num_host_pages(setting), prefix_caching=setting.prefix_caching)
+        )
     estimate = setting.system.removeprefix("orca_")
     return ReservedMemory(size.num_pages, PAGE_SIZE, size.max_model_len, estimate)  # type: ignore[arg-type]
 
 
 def live_scheduler_config(setting: LiveSetting) -> SchedulerConfig:
-    """The same limits for every system. Victims recompute: there is no link to a host whose speed would count."""
+    """The same limits for every system."""
     size = setting.size
     return SchedulerConfig(
         max_num_seqs=size.max_num_seqs,
         max_num_batched_tokens=size.max_num_batched_tokens,
         max_model_len=size.max_model_len,
-        preemption="recompute",
+        preemption=size.preemption,
         max_horizon=size.max_horizon,
     )
 

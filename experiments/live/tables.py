@@ -10,17 +10,19 @@ from experiments.live.session import LiveSession
 from experiments.live.setting import LiveSetting
 
 MEASURED = (
-    "run", "tokens/s", "mean batch", "live tokens, % of the pool", "preemptions", "s/token", "TTFT p50, s",
-    "TPOT p50, ms", "TPOT p99, ms",
+    "run", "tokens/s", "while requests wait", "mean batch", "live tokens, % of the pool", "preemptions", "s/token",
+    "TTFT p50, s", "TPOT p50, ms", "TPOT p99, ms", "digest of all tokens",
 )  # fmt: skip
-PREDICTED = ("predicted: tokens/s", "s/token", "TTFT p50, s", "TPOT p50, ms", "measured / predicted time")
+PREDICTED = (
+    "predicted: tokens/s", "while requests wait", "s/token", "TTFT p50, s", "TPOT p50, ms", "measured / predicted time",
+)  # fmt: skip
 PARTS = ("live", "shared", "reserved", "internal", "external", "free")
 
 
 def comparison(
     session: LiveSession, title: str, settings: Sequence[LiveSetting], names: Sequence[str], note: str = ""
 ) -> Table:
-    """A row for each run, with what the simulator predicts where steps were timed.
+    """A row for each run, with what the simulator predicts where steps were timed. Equal tokens have equal digests.
 
     Batch and pool are means over the steps in which requests wait; over all steps where they arrive over time.
     """
@@ -30,6 +32,7 @@ def comparison(
         row = [
             name,
             run["tokens_per_s"],
+            run["full_tokens_per_s"],
             pool["mean_groups"],
             pool["shares"]["live"] + pool["shares"]["shared"],
             run["preemptions"],
@@ -37,17 +40,21 @@ def comparison(
             run["ttft_s"]["p50"],
             _ms(run["tpot_s"]["p50"]),
             _ms(run["tpot_s"]["p99"]),
+            run["tokens_hash"],
         ]
         if session.timed:
             predicted = session.predict(setting)
             row += [
                 predicted["tokens_per_s"],
+                predicted["full_tokens_per_s"],
                 predicted["normalised_latency_s"],
                 predicted["ttft_s"]["p50"],
                 _ms(predicted["tpot_s"]["p50"]),
                 run["seconds"] / predicted["seconds"],
             ]
         rows.append(tuple(row))
+    tokens = f"{run['prompt_tokens']:,} prompt and {run['output_tokens']:,} output tokens"
+    note = f"Each serves {run['requests']} requests with {tokens}. {note}".strip()
     return Table(title, MEASURED + (PREDICTED if session.timed else ()), tuple(rows), note)
 
 

@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from experiments import calibration as calibrations
 from experiments import fig02, fig12, fig13, fig14, fig15, fig16, study_live
@@ -279,20 +280,20 @@ def test_a_checkpoint_is_known_by_its_weights(tmp_path, repo_root):
     from experiments.live.model import load_model, size_of_checkpoint
 
     source = repo_root / "tests" / "parity" / "llama"
-    folder = tmp_path / "small"
+    folder = tmp_path / "my model"
     folder.mkdir()
     config = json.loads((source / "config.json").read_text()) | {"max_position_embeddings": 1024}
     (folder / "config.json").write_text(json.dumps(config))
     weights = (source / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(weights)
-    size = size_of_checkpoint(folder)
-    assert size.name == "small" and size.shape.vocab_size == config["vocab_size"]
     seen = []
     model = load_model(folder, lambda *event: seen.append(event))
     assert model.config.dtype == "float32" and seen[-1][0] == seen[-1][1] > 0
     assert model.facts()["weights"] > 0
+    size = size_of_checkpoint(folder, model)
+    assert size.name == "my_model" and size.shape.vocab_size == config["vocab_size"]
     (folder / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
-    assert size_of_checkpoint(folder).weights != size.weights
+    assert size_of_checkpoint(folder, model).weights != size.weights
 
 
 # --- the clock ------------------------------------------------------------------------------------------------------
@@ -363,8 +364,8 @@ class PaperSession(TinySession):
         for setting in settings:
             self._summaries[setting] = self.predict(setting) | {
                 "workload_source": setting.dataset, "workload_hash": "0", "requests": setting.requests,
-                "output_tokens": 7, "num_pages": setting.size.num_pages, "page_size": 16, "warm_up_s": 1.0,
-                "host_s": 0.1, "late_compiles": 0, "tokens_hash": "1", "prefix_hit_rate": 0.5,
+                "output_tokens": 7, "prompt_tokens": 9, "num_pages": setting.size.num_pages, "page_size": 16,
+                "warm_up_s": 1.0, "host_s": 0.1, "late_compiles": 0, "tokens_hash": "1", "prefix_hit_rate": 0.5,
             }  # fmt: skip
         return [self._summaries[setting] for setting in settings]
 
@@ -398,12 +399,12 @@ def test_a_speed_below_the_expected_is_explained_or_refuted(tmp_path):
     runs = dict(zip(SYSTEMS, session.run(settings), strict=True))
 
     def verdict(ratio, factor):
-        fast = runs["orca_max"]["tokens_per_s"] * ratio
+        fast = study_live.sustained(runs["orca_max"]) * ratio
         return study_live.speed_verdict(
-            session, settings, runs | {"paged": runs["paged"] | {"tokens_per_s": fast}}, "orca_max", factor
+            session, settings, runs | {"paged": runs["paged"] | {"full_tokens_per_s": fast}}, "orca_max", factor
         )
 
-    limit = runs["paged"]["tokens_per_s"] / runs["orca_max"]["tokens_per_s"]
+    limit = study_live.sustained(runs["paged"]) / study_live.sustained(runs["orca_max"])
     assert verdict(2.5, 2.0)[-1] == "holds"
     assert verdict(0.9 * limit, 0.95 * limit)[-1] == "refuted"  # the device could, the engine did not
     assert verdict(limit, 1.5 * limit)[-1] == "conditional"
@@ -414,9 +415,9 @@ def test_presets_and_models_are_checked(tmp_path):
     assert chosen([], "live") == list(LIVE)
     with pytest.raises(ValueError, match="known to the preset live"):
         chosen(["fig17"], "live")
-    with pytest.raises(ValueError, match="--model must be a folder with a checkpoint"):
-        reproduce("live", tmp_path, model=str(tmp_path / "nowhere"))
-    with pytest.raises(ValueError, match="for --preset=live alone"):
+    with pytest.raises(FileNotFoundError, match="or a path that exists, got '.*nowhere'"):
+        reproduce("live", tmp_path, model=str(tmp_path / "nowhere"), console=Console(quiet=True))
+    with pytest.raises(ValueError, match="the preset smoke runs no checkpoint"):
         reproduce("smoke", tmp_path, model=str(tmp_path))
     with pytest.raises(RuntimeError, match="the preset paper has no live runs"):
         _ = dataclasses.replace(context_of(None, tmp_path), preset="paper").live
