@@ -4,7 +4,7 @@
     python -m scripts.bench_engine --pythons=ENV1/bin/python,ENV2/bin/python    (with the peers that these have)
     python -m scripts.bench_engine --parts=peers --cores=1 --peers=vllm,transformers --pythons=...
     python -m scripts.bench_engine --model=FOLDER --gguf=FILE --requests=pairs.json
-    python -m scripts.bench_engine --table=runs/bench_engine.json               (prints the tables of a run)
+    python -m scripts.bench_engine --table=runs/bench_engine.json               (prints the tables of a run, or of some)
 
 Claims, each a part of the one JSON file that is written:
 
@@ -56,7 +56,7 @@ _PYTHONS = flags.DEFINE_list("pythons", [], "interpreters that may have peers, b
 _REPEATS = flags.DEFINE_integer("repeats", 5, "rounds of timed passes; a slow engine stops early", lower_bound=1)
 _SEED = flags.DEFINE_integer("seed", 0, "seed of weights and prompts", lower_bound=0)
 _OUT = flags.DEFINE_string("out", str(ROOT / "runs" / "bench_engine.json"), "the file that is written")
-_TABLE = flags.DEFINE_string("table", None, "a file that was written: print its tables, measure nothing")
+_TABLE = flags.DEFINE_list("table", [], "files that were written: print their tables, measure nothing")
 _README = flags.DEFINE_bool("readme", False, f"with --table: put them between {tables.BEGIN} and {tables.END} too")
 
 
@@ -189,7 +189,7 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
     try:
-        if _TABLE.value is None:
+        if not _TABLE.value:
             with tempfile.TemporaryDirectory(prefix="bench_engine-") as folder:
                 summary = measure(pathlib.Path(folder))
             out = pathlib.Path(_OUT.value)
@@ -197,7 +197,7 @@ def main(argv: Sequence[str]) -> None:
             write_atomically(out, json.dumps(summary, indent=1) + "\n")
             print(f"wrote {out}")
             return
-        text = tables.report(json.loads(pathlib.Path(_TABLE.value).read_text()))
+        text = "\n\n".join(tables.report(json.loads(pathlib.Path(file).read_text())) for file in _TABLE.value)
         if _README.value:
             tables.write_into(ROOT / "README.md", text)
         print(text)

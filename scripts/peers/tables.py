@@ -54,7 +54,11 @@ def engines_table(part: Mapping[str, Any]) -> str:
 
 
 def report(summary: Mapping[str, Any]) -> str:
-    """All parts of a file, each as a sentence that says what was measured, and a table."""
+    """All parts of a file, each as a sentence that says what was measured, and a table; where and when at the end.
+
+    Raises:
+        ValueError: a file without any part.
+    """
     parts = []
     for name in ("peers", "many"):
         if name in summary:
@@ -66,6 +70,10 @@ def report(summary: Mapping[str, Any]) -> str:
             parts.append(f"{sentence}:\n\n{markdown(summary[name])}")
     if not parts:
         raise ValueError("the file holds no part of scripts.bench_engine")
+    where = summary["environment"]
+    facts = [summary["when"][:10], where["machine"], f"jax {where['packages']['jax']}", f"Python {where['python']}"]
+    facts += [f"commit {where['git_commit'][:7]}"] if where["git_commit"] else []
+    parts.append(f"({', '.join(facts)})")
     return "\n\n".join(parts)
 
 
