@@ -29,7 +29,7 @@ import json
 import pathlib
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from absl import app, flags
@@ -152,8 +152,8 @@ def compare(
     return answer
 
 
-def measure(folder: pathlib.Path) -> dict[str, Any]:
-    """All parts asked for."""
+def measure(folder: pathlib.Path, save: Callable[[dict[str, Any]], None]) -> None:
+    """All parts asked for; ``save`` gets what there is after each."""
     parts, peers, cores = wanted_parts(), wanted_peers(), core_sets()
     model = write_model(folder)
     found = contest.find_interpreters(peers, _PYTHONS.value)
@@ -167,11 +167,13 @@ def measure(folder: pathlib.Path) -> dict[str, Any]:
         "model": "given" if _MODEL.value is not None else LlamaShape(max_positions=LONGEST).hf_config(),
         "seed": _SEED.value,
         "not_installed": missing,
+        "environment": environment(),
     }
     for part in COMPARED:
         if part in parts:
             sets = cores if part == "peers" else cores[:1]
             summary[part] = compare(part, model, {contest.OURS: sys.executable, **found}, sets, folder)
+            save(summary)
     if any(part in PROBED for part in parts):
         contest.take_cores(cores[0])  # before jax is imported: it makes a thread for each core
         from scripts.peers.probes import Probe
@@ -181,8 +183,7 @@ def measure(folder: pathlib.Path) -> dict[str, Any]:
             if part in parts:
                 summary[part] = getattr(probe, part)()
                 print(f"{part}\n{tables.markdown(summary[part])}", flush=True)
-    summary["environment"] = environment()
-    return summary
+                save(summary)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -190,11 +191,10 @@ def main(argv: Sequence[str]) -> None:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
     try:
         if not _TABLE.value:
-            with tempfile.TemporaryDirectory(prefix="bench_engine-") as folder:
-                summary = measure(pathlib.Path(folder))
             out = pathlib.Path(_OUT.value)
             out.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(out, json.dumps(summary, indent=1) + "\n")
+            with tempfile.TemporaryDirectory(prefix="bench_engine-") as folder:
+                measure(pathlib.Path(folder), lambda found: write_atomically(out, json.dumps(found, indent=1) + "\n"))
             print(f"wrote {out}")
             return
         text = "\n\n".join(tables.report(json.loads(pathlib.Path(file).read_text())) for file in _TABLE.value)

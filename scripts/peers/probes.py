@@ -28,6 +28,7 @@ CONTEXTS = (512, 1024, 2048, 4096, 8192)
 BATCHES = (1, 8)
 DECODED = 1 + 12 * STEPS
 """Output tokens of a sequence where decoding is timed: the prompt gives the first."""
+PROMPT_STEPS = 16  # at most, for the prompts of all sequences
 
 Row = dict[str, Any]
 
@@ -54,10 +55,13 @@ class Probe:
         return cls(config, params, seed, repeats)
 
     def engine(self, rows: int, length: int, *, overlap: bool = True, horizon: int = STEPS) -> Engine:
-        """An engine for ``rows`` sequences of ``length`` positions."""
+        """An engine for ``rows`` sequences of ``length`` positions.
+
+        Prompts take few steps, during which the first sequences decode already, so that most decode steps have all rows.
+        """
         limits = SchedulerConfig(
             max_num_seqs=rows,
-            max_num_batched_tokens=max(512, rows),
+            max_num_batched_tokens=max(512, rows, rows * length // PROMPT_STEPS),
             max_model_len=length,
             step_kind="chunked",
             max_horizon=horizon,
