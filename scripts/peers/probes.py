@@ -57,7 +57,7 @@ class Probe:
     def engine(self, rows: int, length: int, *, overlap: bool = True, horizon: int = STEPS) -> Engine:
         """An engine for ``rows`` sequences of ``length`` positions.
 
-        Prompts take few steps, during which the first sequences decode already, so that most decode steps have all rows.
+        Prompts take few steps, since the first sequences decode meanwhile: most decode steps have all rows.
         """
         limits = SchedulerConfig(
             max_num_seqs=rows,
