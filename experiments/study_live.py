@@ -1,8 +1,8 @@
 r"""Live on this machine: the systems of the paper through the real engine, beside what the simulator predicts.
 
-Claim: in a pool of seven longest sequences, while requests wait, paging serves at least 2x the tokens/s of Orca (Max)
-and 1.3x those of Orca (Oracle) on ShareGPT lengths (the paper's figure 12a: 3.7x and 1.8x in request rate), and every
-system gives the very same tokens.
+Claim: in a pool of seven longest sequences, paging serves at least 2x the tokens/s of Orca (Max) and 1.3x those of
+Orca (Oracle) on ShareGPT lengths (the paper's figure 12a: 3.7x and 1.8x in request rate), and every system gives the
+very same tokens.
 
     python -m experiments.reproduce --preset=live [--traces=DIR] [--model=PATH]      (10 minutes on two cores)
     python -m experiments.reproduce --only=study_live                                (a tiny model: seconds)
@@ -75,19 +75,29 @@ def rows(session: LiveSession, chosen: list[LiveSetting], runs: dict[str, Summar
     if session.timed:
         for setting in chosen:
             for what, run in (("measured", runs[setting.system]), ("predicted", session.predict(setting))):
-                for when, value in (("", run["tokens_per_s"]), (" while requests wait", sustained(run))):
+                for when, speed in SPEEDS:
                     place = f"output tokens/s{when}, {what}"
-                    found.append(judge(ID, setting.system, place, workload, None, value, 0.0))
+                    found.append(judge(ID, setting.system, place, workload, None, speed(run), 0.0))
         for system, _ in EXPECTED:
-            place = "ratio of tokens/s while requests wait (paper: of rates at 0.5 s/token)"
-            ours = sustained(runs["paged"]) / sustained(runs[system])
-            found.append(judge(ID, f"paged/{system}", place, workload, printed_ratio(system), ours, 0.15, tested=False))
+            for when, speed in SPEEDS:
+                place = f"ratio of tokens/s{when} (paper: of rates at 0.5 s/token)"
+                printed, ours = printed_ratio(system), speed(runs["paged"]) / speed(runs[system])
+                found.append(judge(ID, f"paged/{system}", place, workload, printed, ours, 0.15, tested=False))
     return tuple(found)
+
+
+def whole(run: Summary) -> float:
+    """Tokens per second of the whole run."""
+    return run["tokens_per_s"]
 
 
 def sustained(run: Summary) -> float:
     """Tokens per second while requests wait for memory: without the drain at the end, when memory limits nobody."""
     return run["full_tokens_per_s"] or run["tokens_per_s"]
+
+
+SPEEDS = (("", whole), (" while requests wait", sustained))
+"""Two ways to count; the expectations are of whole runs."""
 
 
 def printed_ratio(system: str) -> float:
@@ -111,12 +121,11 @@ def speed_verdict(
     session: LiveSession, chosen: list[LiveSetting], runs: dict[str, Summary], system: str, factor: float
 ) -> tuple[str, str, str, str]:
     """Whether paging is `factor` times as fast; if not, whether the device's timed steps allow it to be."""
-    ratio = sustained(runs["paged"]) / sustained(runs[system])
-    whole = runs["paged"]["tokens_per_s"] / runs[system]["tokens_per_s"]
-    text = f"{ratio:.2f}x, {whole:.2f}x with the drain at the end (paper's rates: {printed_ratio(system):.2f}x)"
+    ratio, waiting = (speed(runs["paged"]) / speed(runs[system]) for speed in (whole, sustained))
+    text = f"{ratio:.2f}x, {waiting:.2f}x while requests wait (paper's rates: {printed_ratio(system):.2f}x)"
     verdict = "holds" if ratio >= factor else "refuted"
     if ratio < factor:
-        predicted = {setting.system: sustained(session.predict(setting)) for setting in chosen}
+        predicted = {setting.system: whole(session.predict(setting)) for setting in chosen}
         limit = predicted["paged"] / predicted[system]
         (few, few_s), (many, many_s) = (decode_step(session, runs[name]) for name in (system, "paged"))
         text += (
@@ -124,7 +133,7 @@ def speed_verdict(
             f"and one of {many:.0f} {1e3 * many_s:.1f} ms"
         )
         verdict = "conditional" if limit < factor else "refuted"
-    return f"paged against {paper.label(system)}, tokens/s while requests wait", f"{factor:g}x or more", text, verdict
+    return f"paged against {paper.label(system)}, tokens/s", f"{factor:g}x or more", text, verdict
 
 
 def decode_step(session: LiveSession, run: Summary) -> tuple[float, float]:
@@ -142,7 +151,7 @@ def panels(session: LiveSession, chosen: list[LiveSetting], runs: dict[str, Summ
     predicted = [session.predict(setting) for setting in chosen]
     drawn = []
     for title, unit, value, is_time in (
-        ("Output tokens per second while requests wait", "tokens/s", sustained, True),
+        ("Output tokens per second", "tokens/s", whole, True),
         ("Mean batched requests", "requests", lambda run: busy(run)["mean_groups"], False),
     ):
         series = [Series("measured", "paxkv", places, tuple(map(value, runs.values())), system="measured")]

@@ -91,8 +91,7 @@ SIZES: Mapping[str, LiveSize] = {
         (("sharegpt", 1 / 48), ("alpaca", 1 / 8)), 8, 32, 12, (),
     ),
     # Wide and flat, so that a step of few rows is bound by reading the weights (105 MB, more than a last-level cache
-    # holds) and neither by attention nor by launching operations. What a CPU lacks is arithmetic to spare: a step of 25
-    # rows still takes twice as long as one of 7, and a prompt's tokens cost what decoded ones do.
+    # holds) and neither by attention nor by launching operations.
     "desktop": LiveSize(
         "desktop", _llama("random-26m", 2, 8, 1, 1024, 2816, 4096, 512), 512,
         (("sharegpt", 1 / 4), ("alpaca", 1.0), ("wmt16", 1.0)), 64, 512, 160, (2, 7, 16, 32, 48),
