@@ -70,7 +70,7 @@ class GapMeter:
                     firsts[gap] = firsts.get(gap, 0) + 1
                 self._last[chunk.seq_id] = end
         if counted:
-            self.tokens += len(plan.decodes) * result.steps + sum(chunk.last for chunk in plan.prefills)
+            self.tokens += plan.tokens_given(result.steps)
             if result.steps > 1 and plan.decodes:
                 firsts[step] = firsts.get(step, 0) + (result.steps - 1) * len(plan.decodes)
             self._gaps += firsts

@@ -17,11 +17,11 @@ def stacks_layers() -> bool:
 def step_compiler_options(dtype: str = "float32") -> dict[str, str | int] | None:
     """Compiler options of a jitted step, for the default backend; None where the defaults are best.
 
-    On a CPU, XLA hands every dot to a library that packs the weights anew in each call, which costs up to half as much
-    as the dot itself at the batch sizes of decoding, and then divides the work well among cores. On one core float32
-    dots go to Eigen instead, which reads weights [in, out] as they lie; on two it is the slower one for fewer than a
-    hundred rows, and of smaller floats its dots take up to four times as long. Of the library only its reductions are
-    kept then, since they have no match. Vectors of 512 bits pay where the CPU has them and change nothing elsewhere.
+    On a CPU, XLA hands every dot to a library that packs the weights anew in each call, which costs more than the dot
+    itself at the batch sizes of decoding on one core. For float32 only its reductions are kept there, and dots go to
+    Eigen, which reads weights [in, out] as they lie; of smaller floats Eigen's dots are the slower ones, by up to four
+    times. On two cores the library served 5% more tokens a second (one comparison, 32 requests); more were not tried.
+    Vectors of 512 bits pay where the CPU has them and change nothing where it has not.
 
     Args:
         dtype: of the weights, by name.
@@ -29,11 +29,11 @@ def step_compiler_options(dtype: str = "float32") -> dict[str, str | int] | None
     if jax.default_backend() != "cpu":
         return None
     options: dict[str, str | int] = {"xla_cpu_prefer_vector_width": 512}
-    if dtype == "float32" and _num_cores() == 1:
+    if dtype == "float32" and usable_cores() == 1:
         options["xla_cpu_experimental_ynn_fusion_type"] = "LIBRARY_FUSION_TYPE_REDUCE"
     return options
 
 
-def _num_cores() -> int:
-    """Cores that this process may use, for each of which XLA makes a thread."""
+def usable_cores() -> int:
+    """Cores that this process may use, for each of which XLA makes a thread on a CPU."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import hashlib
 import logging
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from experiments.live.setting import SIZES, LiveSize, checkpoint_size
-from paxkv.compat import stacks_layers
-from paxkv.models import known
+from paxkv.compat import stacks_layers, usable_cores
 from paxkv.models.architecture import DecoderConfig
 from paxkv.models.checkpoint import load
 from paxkv.models.rotary import Rope
@@ -68,17 +66,16 @@ def seeded_model(size: LiveSize, seed: int = 0) -> LiveModel:
     return LiveModel(config, params, time.perf_counter() - begin)
 
 
-def load_model(path: str | Path, progress: Callable[[float, float, str], None]) -> LiveModel:
+def load_model(path: Path, progress: Callable[[float, float, str], None]) -> LiveModel:
     """The model of a checkpoint, in float32 on a CPU and as it is stored elsewhere.
 
     Args:
-        path: whatever :func:`paxkv.models.checkpoint.load` reads, or a name of :mod:`paxkv.models.known`.
+        path: whatever :func:`paxkv.models.checkpoint.load` reads.
 
     Raises:
         OSError, ValueError, ImportError: see there.
     """
     begin = time.perf_counter()
-    path = known.find(str(path)).weights
     config, params = load(
         path,
         dtype="float32" if on_cpu() else None,
@@ -87,14 +84,13 @@ def load_model(path: str | Path, progress: Callable[[float, float, str], None]) 
     return LiveModel(config, jax.block_until_ready(params), time.perf_counter() - begin)
 
 
-def size_of_checkpoint(path: str | Path, model: LiveModel) -> LiveSize:
+def size_of_checkpoint(path: Path, model: LiveModel) -> LiveSize:
     """What to run with a checkpoint. It is known by a digest of all of its files.
 
     Raises:
         OSError: a file cannot be read.
         ValueError: positions that end too early.
     """
-    path = known.find(str(path)).weights
     digest = hashlib.sha256()
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
         if file.is_file():
@@ -122,11 +118,6 @@ def device_name() -> str:
     if device.platform == "cpu":
         return f"cpu, {usable_cores()} cores"
     return f"{device.platform} {device.device_kind}"
-
-
-def usable_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def default_size() -> LiveSize:

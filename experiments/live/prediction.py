@@ -33,10 +33,10 @@ def predict(setting: LiveSetting, cost: CostModel, traces: str | None = None) ->
     def watch(start: float, end: float, plan: StepPlan, result: StepResult, outcome: StepOutcome) -> None:
         nonlocal unseen, last_s, produced
         if unseen:
-            unseen -= sum(not admitted.resumed for admitted in plan.admitted)
+            unseen -= plan.num_new
             last_s = start
         if unseen:
-            produced += len(plan.decodes) * result.steps + sum(chunk.last for chunk in plan.prefills)
+            produced += plan.tokens_given(result.steps)
 
     def once(windows: Sequence[Window], hook=None):
         scheduler = Scheduler(live_scheduler_config(setting), build_live_memory(setting))

@@ -86,7 +86,7 @@ class PoolWatch:
     def on_plan(self, plan: StepPlan) -> None:
         """The plan was made and has not run: what the pool holds in its first step."""
         scheduler = self.scheduler
-        self._unseen -= sum(not admitted.resumed for admitted in plan.admitted)
+        self._unseen -= plan.num_new
         growing = scheduler.num_growing if plan.decodes else 0
         self._open.append((scheduler.usage(), scheduler.num_running, growing, self._unseen > 0))
 
@@ -100,7 +100,7 @@ class PoolWatch:
                 page_size=memory.page_size, absorbs=memory.absorbs,
             )  # fmt: skip
         if full:
-            self.full_tokens += len(plan.decodes) * result.steps + sum(chunk.last for chunk in plan.prefills)
+            self.full_tokens += plan.tokens_given(result.steps)
         elif self.full_end_s is None:
             self.full_end_s = start_s
         self.steps.append(

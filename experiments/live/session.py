@@ -58,7 +58,7 @@ class LiveSession:
         from experiments.live.model import default_size, size_of_checkpoint
 
         if self._checkpoint is not None:
-            return size_of_checkpoint(self._checkpoint, self.model)
+            return size_of_checkpoint(self._weights, self.model)
         return SIZES[self._size] if self._size else default_size()
 
     @functools.cached_property
@@ -68,8 +68,15 @@ class LiveSession:
 
         self.progress(0, 1, "making the weights")
         if self._checkpoint is not None:
-            return load_model(self._checkpoint, self.progress)
+            return load_model(self._weights, self.progress)
         return seeded_model(self.size)
+
+    @functools.cached_property
+    def _weights(self) -> Path:
+        """Where the checkpoint's weights lie. A known model's are checked whole, so they are looked for once."""
+        from paxkv.models import known
+
+        return known.find(str(self._checkpoint)).weights
 
     @functools.cached_property
     def device(self) -> str:

@@ -72,6 +72,15 @@ class StepPlan:
         """Prompt tokens computed in the step."""
         return sum(chunk.count for chunk in self.prefills)
 
+    @property
+    def num_new(self) -> int:
+        """Requests that the plan admits for the first time."""
+        return sum(not admitted.resumed for admitted in self.admitted)
+
+    def tokens_given(self, steps: int) -> int:
+        """Output tokens that the plan gives in ``steps`` steps: one per decode and step, one at the end of a prompt."""
+        return len(self.decodes) * steps + sum(chunk.last for chunk in self.prefills)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepResult:
