@@ -31,24 +31,19 @@ def mix(weights: jax.Array, values: jax.Array, used: jax.Array) -> jax.Array:
     Args:
         used: which values count, bool [C]. The others have no weight, but 0 times infinity is not 0.
     """
-    few = weights.shape[1] <= FEW
-    return lax.cond(
-        jnp.all(used), functools.partial(mix_all, few), functools.partial(mix_some, few), weights, values, used
-    )
+
+    def some(weights: jax.Array, values: jax.Array) -> jax.Array:
+        return mix_all(weights, jnp.where(used[:, None], values.astype(jnp.float32), 0.0))
+
+    return lax.cond(jnp.all(used), mix_all, some, weights, values)
 
 
-def mix_all(few: bool, weights: jax.Array, values: jax.Array, used: jax.Array) -> jax.Array:
+def mix_all(weights: jax.Array, values: jax.Array) -> jax.Array:
     """The sums over all values."""
-    del used
     values = values.astype(jnp.float32)
-    if few:
+    if weights.shape[1] <= FEW:
         return jnp.sum(weights[..., None] * values[:, None, :, :], axis=2)
     return jnp.einsum("kqc,kcd->kqd", weights, values, precision="highest")
-
-
-def mix_some(few: bool, weights: jax.Array, values: jax.Array, used: jax.Array) -> jax.Array:
-    """The sums over values of which some do not count."""
-    return mix_all(few, weights, jnp.where(used[:, None], values.astype(jnp.float32), 0.0), used)
 
 
 def largest(logits: jax.Array) -> jax.Array:

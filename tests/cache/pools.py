@@ -77,3 +77,9 @@ def assert_same_bits(got, want) -> None:
     assert len(got) == len(want)
     for one, other in zip(got, want, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def assert_in_place(memory, layout: PageLayout) -> None:
+    """All of the pool is aliased, and temporaries take less than a twentieth of it, by a program's memory analysis."""
+    assert memory.alias_size_in_bytes >= layout.bytes
+    assert memory.temp_size_in_bytes < 0.05 * layout.bytes, f"{memory.temp_size_in_bytes} beside {layout.bytes}"

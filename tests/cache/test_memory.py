@@ -10,7 +10,7 @@ import pytest
 
 from paxkv.cache.layout import PageLayout
 from paxkv.cache.pages import KVPages, copy_pages, gather, init, swap_in, swap_out, write
-from tests.cache.pools import FORMATS, KINDS, layout_of, static_scales
+from tests.cache.pools import FORMATS, KINDS, assert_in_place, layout_of, static_scales
 
 LARGE = {"num_pages": 1024, "page_size": 16, "num_layers": 2, "num_kv_heads": 4, "head_size": 64}
 IDS = jax.ShapeDtypeStruct((8,), jnp.int32)
@@ -23,12 +23,6 @@ def shapes(layout: PageLayout) -> KVPages:
 
 def memory_of(function, *arguments, donate=()):
     return jax.jit(function, donate_argnums=donate).lower(*arguments).compile().memory_analysis()
-
-
-def assert_in_place(memory, layout: PageLayout) -> None:
-    """All of the pool is aliased, and temporaries take less than a twentieth of it."""
-    assert memory.alias_size_in_bytes >= layout.bytes
-    assert memory.temp_size_in_bytes < 0.05 * layout.bytes, f"{memory.temp_size_in_bytes} beside {layout.bytes}"
 
 
 @pytest.mark.parametrize("scanned", [True, False])
