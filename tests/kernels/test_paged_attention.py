@@ -13,7 +13,6 @@ from tests.kernels.suite import AttentionSuite
 class TestXla(AttentionSuite):
     implementation = "xla"
 
-
     def test_a_pool_with_more_heads_than_int32_counts_is_refused(self):
         pages = jax.ShapeDtypeStruct((2**29, 4, 1, 8), jnp.bfloat16)
         q = jax.ShapeDtypeStruct((1, 4, 8), jnp.float32)
