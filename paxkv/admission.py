@@ -18,24 +18,48 @@ def prompt_ids(name: int | str, prompt: str | Sequence[int], tokenizer, vocab_si
         vocab_size: V.
 
     Raises:
-        RequestRejected: text without a tokenizer, no list of whole numbers, or ids outside the vocabulary.
+        RequestRejected: text without a tokenizer, or that it cannot read; no list of whole numbers; ids outside the
+            vocabulary.
     """
     if isinstance(prompt, str):
         if tokenizer is None:
             raise RequestRejected(name, "the prompt is text and the engine has no tokenizer; give token ids")
-        ids = tokenizer.encode(prompt)
-    else:
         try:
-            ids = [int(token) for token in prompt]
-            whole = all(token == given for token, given in zip(ids, prompt, strict=True))
-        except (TypeError, ValueError):
-            whole = False
-        if not whole:
-            raise RequestRejected(name, f"a prompt must be text or a list of token ids, got {type(prompt).__name__}")
+            given = tokenizer.encode(prompt)
+        except Exception as error:  # whatever a tokenizer raises is the fault of this text alone
+            raise RequestRejected(name, f"the tokenizer cannot read the prompt: {_said(error)}; mend it") from error
+        rule = "a tokenizer must make a list of token ids of the prompt"
+    else:
+        given, rule = prompt, "a prompt must be text or a list of token ids"
+    try:
+        ids = [int(token) for token in given]
+        whole = all(token == one for token, one in zip(ids, given, strict=True))
+    except (TypeError, ValueError, OverflowError):
+        whole = False
+    if not whole:
+        raise RequestRejected(name, f"{rule}, got {type(given).__name__}")
     wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
     if wrong is not None:
         raise RequestRejected(name, f"token ids must lie in 0..{vocab_size - 1}, got {wrong}; check the tokenizer")
     return ids
+
+
+def detokenizers(name: int | str, tokenizer, count: int) -> list:
+    """What turns the tokens of each of ``count`` sequences into text; Nones without a tokenizer.
+
+    Raises:
+        RequestRejected: the tokenizer cannot make one.
+    """
+    if tokenizer is None:
+        return [None] * count
+    try:
+        return [tokenizer.detokenizer() for _ in range(count)]
+    except Exception as error:
+        raise RequestRejected(name, f"the tokenizer cannot begin a text: {_said(error)}; mend it") from error
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def check_sampling(name: int | str, sampling: SamplingParams, tokenizer, vocab_size: int, max_logprobs: int) -> None:

@@ -48,29 +48,36 @@ class Driver:
             while not finished:
                 output = await queue.get()
                 if isinstance(output, Exception):
-                    finished = True
                     raise output
                 finished = output.finished
                 yield output
         finally:
-            self._queues.pop(name, None)
-            if not finished:
-                async with self._lock:
-                    self._engine.abort(name)
+            try:
+                if not finished:
+                    async with self._lock:
+                        self._engine.forget(name)
+            finally:  # last, so that what a step gives until then is not taken for somebody else's
+                self._queues.pop(name, None)
 
     async def _run(self) -> None:
-        while self._queues:
-            try:
-                async with self._lock:
-                    if not self._engine.has_work:
-                        return
-                    outputs = await asyncio.to_thread(self._engine.step)
-            except Exception as error:
-                for queue in self._queues.values():
-                    queue.put_nowait(error)
-                return
-            for output in outputs:
-                queue = self._queues.get(output.request_id)
-                if queue is not None:
-                    queue.put_nowait(output)
-            await asyncio.sleep(0)
+        others: list[RequestOutput] = []  # of requests that did not come this way
+        try:
+            while self._queues:
+                try:
+                    async with self._lock:
+                        if not self._engine.has_work:
+                            return
+                        outputs = await asyncio.to_thread(self._engine.step)
+                except Exception as error:
+                    for queue in self._queues.values():
+                        queue.put_nowait(error)
+                    return
+                for output in outputs:
+                    queue = self._queues.get(output.request_id)
+                    if queue is not None:
+                        queue.put_nowait(output)
+                    else:
+                        others.append(output)
+                await asyncio.sleep(0)
+        finally:
+            self._engine.put_back(others)

@@ -18,7 +18,7 @@ import dataclasses
 import itertools
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 
 from paxkv import admission
 from paxkv.config import require
@@ -27,7 +27,7 @@ from paxkv.engine_config import EngineConfig, pool_pages
 from paxkv.intake import take_tokens
 from paxkv.metrics import Counters
 from paxkv.models.decoder import DecoderConfig
-from paxkv.output import Live, Progress, RequestOutput, RequestTimes
+from paxkv.output import Live, RequestOutput, RequestTimes, Transcript
 from paxkv.request import Request
 from paxkv.sampling import SamplingParams, request_seed
 from paxkv.sched.block_manager import PagedMemory
@@ -208,7 +208,7 @@ class Engine:
         self._require_open()
         sampling = sampling if sampling is not None else SamplingParams(temperature=0.0)
         name = request_id if request_id is not None else next(self._names)
-        while request_id is None and name in self._live:
+        while request_id is None and (name in self._live or any(name == out.request_id for out in self._outbox)):
             name = next(self._names)
         ids = admission.prompt_ids(name, prompt, self.tokenizer, self.model.vocab_size)
         limits = (self.model.vocab_size, self.config.max_logprobs)
@@ -227,15 +227,16 @@ class Engine:
             )
         except ValueError as error:
             raise RequestRejected(name, str(error)) from error
+        detokenizers = admission.detokenizers(name, self.tokenizer, sampling.num_seqs)
         self.scheduler.submit(request)
         group = self.scheduler.group(name)
         end_ids = frozenset(sampling.stop_ids) | (frozenset() if sampling.ignore_eos else self.end_ids)
         seed = sampling.seed if sampling.seed is not None else int.from_bytes(os.urandom(4), "little")
-        progress = []
-        for index, sequence in enumerate(group.seqs):
+        transcripts = []
+        for index, (sequence, detokenizer) in enumerate(zip(group.seqs, detokenizers, strict=True)):
             key = request_seed(seed, ids, index)
             lane = Lane(sequence, index, ids, sampling, key, tuple(sorted(end_ids)))
-            progress.append(Progress(lane, self.tokenizer.detokenizer() if self.tokenizer is not None else None))
+            transcripts.append(Transcript(lane, detokenizer))
         beam = None
         if sampling.beam_width is not None:
             beam = BeamSearch(
@@ -245,9 +246,9 @@ class Engine:
                 early_stopping=sampling.early_stopping,
                 max_tokens=group.target,
             )
-        live = Live(name, sampling, tuple(ids), group, progress, arrival, end_ids, beam)
+        live = Live(name, sampling, tuple(ids), group, transcripts, arrival, end_ids, beam)
         self._live[name] = live
-        for item in progress:
+        for item in transcripts:
             self._lanes[item.lane.sequence.seq_id] = item.lane
             self._owner[item.lane.sequence.seq_id] = live
         return name
@@ -274,15 +275,21 @@ class Engine:
     # --- running ---------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Carries out one plan and returns the requests whose output changed.
+        """Carries out one plan and returns the requests whose output changed, each name once.
 
         Raises:
             EngineError: the step failed. All requests in flight have ended with the reason ``error``, which the
                 next call returns; the pool is fresh, and new requests are served.
         """
-        done = self._run_plan()
-        changed, self._changed = self._changed, {}
-        return done + [live.output() for live in changed.values()]
+        outputs = {}
+        for output in self._run_plan():
+            if output.request_id in outputs:  # its name was taken again, and that one ended too
+                self._outbox.append(output)
+            else:
+                outputs[output.request_id] = output
+        for name in [name for name in self._changed if name not in outputs]:
+            outputs[name] = self._changed.pop(name).output()
+        return list(outputs.values())
 
     def _run_plan(self) -> list[RequestOutput]:
         """Carries out one plan and returns the requests that ended; those that grew are in ``_changed``."""
@@ -290,8 +297,10 @@ class Engine:
         begin, waited = self._clock(), self.stats.wait_s
         try:
             self._advance()
-        except Exception as error:
+        except BaseException as error:
             self._fail()
+            if not isinstance(error, Exception):
+                raise  # an interrupt in the middle of a step costs as much as a failure, and stays an interrupt
             raise EngineError(f"a step failed, the requests in flight are lost: {error}") from error
         self.stats.host_s += self._clock() - begin - (self.stats.wait_s - waited)
         done, self._outbox = self._outbox, []
@@ -309,11 +318,11 @@ class Engine:
             live = self._live[admitted.request_id]
             if not admitted.resumed:
                 live.cached_tokens = admitted.cached_tokens
-            for item in live.progress:
+            for item in live.transcripts:
                 item.lane.padding = live.group.padding
         for preempted in plan.preempted:
             live = self._live[preempted.request_id]
-            for item in live.progress:
+            for item in live.transcripts:
                 self._free_place(item.lane)
                 item.lane.held = None
                 if live.wide:
@@ -367,12 +376,12 @@ class Engine:
 
     def _must_wait(self, plan: StepPlan, lives) -> bool:
         """Whether the next plan needs to know this one's tokens."""
-        if not self.config.overlap or any(live.wide or live.progress[0].lane.variant == "full" for live in lives):
+        if not self.config.overlap or any(live.wide or live.transcripts[0].lane.variant == "full" for live in lives):
             return True
         if self.memory.finds_content:
             # The last pages of a sequence are found by content only if its ids are known before it leaves.
             return any(
-                item.lane.known - item.lane.prompt_len >= live.target for live in lives for item in live.progress
+                item.lane.known - item.lane.prompt_len >= live.target for live in lives for item in live.transcripts
             )
         return False
 
@@ -383,7 +392,7 @@ class Engine:
         chosen = [lane]
         if live.wide and lane.index == 0 and lane.known == lane.prompt_len:
             own = {job[0].seq_id for job in live.group.jobs}
-            chosen += [item.lane for item in live.progress[1:] if item.lane.sequence.seq_id not in own]
+            chosen += [item.lane for item in live.transcripts[1:] if item.lane.sequence.seq_id not in own]
         for each in chosen:
             self._take_place(each)
         return chosen
@@ -483,7 +492,7 @@ class Engine:
             self._on_step(ticket.start_s, now, ticket.plan, result, outcome)
 
     def _report(self, live: Live, now: float) -> None:
-        first = live.progress[0].lane
+        first = live.transcripts[0].lane
         grown = produced = first.produced
         if produced:
             if live.first_token_s is None:
@@ -493,8 +502,8 @@ class Engine:
         if live.beam is not None:
             complete = complete or produced >= live.target
         elif live.wide:
-            complete = all(item.lane.done for item in live.progress)
-            grown = any(item.lane.produced for item in live.progress)
+            complete = all(item.lane.done for item in live.transcripts)
+            grown = any(item.lane.produced for item in live.transcripts)
         if complete:
             self._close_request(live, None)
         elif grown:
@@ -502,7 +511,7 @@ class Engine:
 
     def _close_request(self, live: Live, reason) -> None:
         self._outbox.append(live.output(self._clock(), reason, self.tokenizer))
-        for item in live.progress:
+        for item in live.transcripts:
             item.lane.done = True
             self._free_place(item.lane)
             self._owner.pop(item.lane.sequence.seq_id, None)
@@ -564,20 +573,22 @@ class Engine:
                 order.append(self.add_request(prompt, params))
             except RequestRejected as refusal:
                 order.append(refusal.request_id)
-                ids = () if isinstance(prompt, str) else tuple(prompt)
+                ids = tuple(prompt) if isinstance(prompt, Iterable) and not isinstance(prompt, str) else ()
                 done[refusal.request_id] = RequestOutput(
                     refusal.request_id, ids, (), True, RequestTimes(self._clock()), refused=refusal.reason
                 )
         others = []
         waiting = set(order) - done.keys()
-        while waiting:
-            for output in self._run_plan():
-                if output.request_id in waiting:
-                    waiting.remove(output.request_id)
-                    done[output.request_id] = output
-                else:
-                    others.append(output)
-        self._outbox = others + self._outbox
+        try:
+            while waiting:
+                for output in self._run_plan():
+                    if output.request_id in waiting:
+                        waiting.remove(output.request_id)
+                        done[output.request_id] = output
+                    else:
+                        others.append(output)
+        finally:
+            self.put_back(others)
         return [done[name] for name in order]
 
     def stream(
@@ -597,8 +608,19 @@ class Engine:
                     else:
                         others.append(output)
         finally:
-            self.abort(name)
-            self._outbox = others + [output for output in self._outbox if output.request_id != name]
+            self.forget(name)
+            self.put_back(others)
+
+    def forget(self, request_id: int | str) -> None:
+        """Aborts a request if it still runs, and hands out nothing of it any more."""
+        self.abort(request_id)
+        self._outbox = [output for output in self._outbox if output.request_id != request_id]
+
+    def put_back(self, outputs: list[RequestOutput]) -> None:
+        """The next steps hand these out: what ended as it is, what runs on as it stands then."""
+        self._outbox = [output for output in outputs if output.finished] + self._outbox
+        for name in {output.request_id for output in outputs if not output.finished} & self._live.keys():
+            self._changed[name] = self._live[name]
 
     def agenerate(
         self, prompt: str | Sequence[int], sampling: SamplingParams | None = None, **options

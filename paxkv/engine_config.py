@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import pathlib
 
 import jax
 
 from pallas_kernels.pages import PageFormat
 from paxkv import sizing
 from paxkv.config import CacheConfig, EvictionOrder, SchedulerConfig, require
-from paxkv.models.architecture import DecoderConfig
+from paxkv.models.architecture import DTYPES, DecoderConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +22,8 @@ class EngineConfig:
         scheduler: limits; ``max_horizon`` is the most decode steps of one dispatch.
         page_size: token positions of a page.
         num_pages: device pages; None takes what ``memory_utilization`` leaves, at most what the limits can use.
-        memory_utilization: share of the device's total memory for weights, activations and pages.
+        memory_utilization: share of the device's total memory for weights, activations and pages. What others hold of
+            that share is not counted on.
         num_host_pages: pages of the host pool; 0 recomputes instead of swapping.
         watermark, prefix_caching, eviction: see :class:`paxkv.config.CacheConfig`.
         k_format, v_format: how keys and values are stored; None stores the model's dtype.
@@ -75,23 +77,29 @@ def pool_pages(model: DecoderConfig, params, config: EngineConfig) -> int:
         return config.num_pages
     limits = config.scheduler
     useful = limits.max_num_seqs * -(-limits.max_model_len // config.page_size)
-    page_bytes = model.cache_layout(1, config.page_size, config.k_format, config.v_format).bytes
+    one, two = (model.cache_layout(n, config.page_size, config.k_format, config.v_format).bytes for n in (1, 2))
+    page_bytes, fixed = two - one, 2 * one - two  # scales that all pages share
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    activations = sizing.activation_bytes(model.shape, limits.max_num_batched_tokens)
-    total = _device_bytes()
-    left = int(total * config.memory_utilization) - weights - int(activations)
+    activations = sizing.activation_bytes(model.shape, limits.max_num_batched_tokens, element_bytes=DTYPES[model.dtype])
+    total, free = device_memory()
+    left = min(int(total * config.memory_utilization) - weights, free) - activations - fixed
     require(
         left >= page_bytes,
-        f"{config.memory_utilization:.0%} of the device's {total} bytes must hold {weights} bytes of weights, "
-        f"{activations} of activations and one page of {page_bytes}; raise memory_utilization, lower "
-        "max_num_batched_tokens, or give num_pages",
+        f"{config.memory_utilization:.0%} of the device's {total} bytes, of which {free} are free, must hold {weights} "
+        f"bytes of weights (loaded already), {activations} of activations and one page of {page_bytes}; raise "
+        "memory_utilization, lower max_num_batched_tokens, or give num_pages",
     )
     return min(useful, left // page_bytes)
 
 
-def _device_bytes() -> int:
-    """Total memory of the device: as it reports it, or the host's for a CPU."""
+def device_memory() -> tuple[int, int]:
+    """(total, free) bytes of the device: as it reports them, or the host's for a CPU."""
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
-        return int(stats["bytes_limit"])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        total = int(stats["bytes_limit"])
+        return total, total - int(stats.get("bytes_in_use", 0))
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    host = pathlib.Path("/proc/meminfo")
+    lines = dict(line.split(":") for line in host.read_text("ascii").splitlines()) if host.exists() else {}
+    free = lines.get("MemAvailable", "").split()
+    return total, min(total, int(free[0]) * 1024) if free else total

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Mapping
 
-from paxkv.output import Live, Progress, TokenLogprob
+from paxkv.output import Live, TokenLogprob, Transcript
 from paxkv.steps.executor import Ticket
 from paxkv.steps.step import StepOutputs
 
@@ -17,7 +17,7 @@ class Intake:
 
     Attributes:
         tokens: how many were given to requests.
-        ended: sequences that met an end token or a stop text, or whose beam search is over.
+        ended: sequences that met an end token or a stop text, that have no text, or whose beam search is over.
         parents: of each beam search that went on, the parent of each slot.
     """
 
@@ -55,7 +55,7 @@ def take_tokens(ticket: Ticket, outputs: StepOutputs | None, owner: Mapping[int,
         if live.wants_tops:
             for step in range(taken):
                 _note_logprob(item, outputs, step, row)
-        if item.reason == "stop":
+        if item.reason in ("stop", "error"):
             intake.ended.append(seq_id)
     for candidates in beams.values():
         live = owner[ticket.work.sampled[candidates[0]].sequence.seq_id]
@@ -63,7 +63,7 @@ def take_tokens(ticket: Ticket, outputs: StepOutputs | None, owner: Mapping[int,
     return intake
 
 
-def _note_logprob(item: Progress, outputs: StepOutputs, step: int, row: int) -> None:
+def _note_logprob(item: Transcript, outputs: StepOutputs, step: int, row: int) -> None:
     logprob = float(outputs.logprobs[step, row])
     item.total += logprob
     wanted = item.lane.params.logprobs
@@ -76,7 +76,7 @@ def _note_logprob(item: Progress, outputs: StepOutputs, step: int, row: int) -> 
 def _step_beams(live: Live, ticket: Ticket, outputs: StepOutputs, rows: list[int], intake: Intake) -> None:
     """One step of a beam search whose candidates lie in ``rows``."""
     assert live.beam is not None and ticket.work is not None
-    lanes = [item.lane for item in live.progress]
+    lanes = [item.lane for item in live.transcripts]
     width = 2 * len(lanes)
     for row in rows:
         tops = (outputs.top_ids[0, row, :width], outputs.top_logprobs[0, row, :width])

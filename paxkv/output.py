@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 from paxkv.sampling import SamplingParams
@@ -58,6 +59,7 @@ class Completion:
         finish_reason: ``stop`` (end token, stop id or stop text), ``length``, ``abort``, ``error``; None while it runs.
         stop: the stop text or id that ended it.
         logprobs: per token, where the request asked for them.
+        error: what the tokenizer could not do with this sequence's tokens, where that ended it; None otherwise.
         score: of a beam: log-probability / length ** length_penalty; of ``best_of``: the summed log-probability.
     """
 
@@ -68,6 +70,7 @@ class Completion:
     stop: str | int | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
     score: float | None = None
+    error: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,10 +106,17 @@ class RequestOutput:
         return self.outputs[0].token_ids if self.outputs else ()
 
 
-class Progress:
-    """One sequence's output as it grows: ids come from its lane, text and stops are found here."""
+def _blame(error: Exception) -> str:
+    return f"the tokenizer could not turn the tokens into text: {type(error).__name__}: {error}"
 
-    __slots__ = ("detokenizer", "lane", "logprobs", "reason", "searched", "stop", "text", "total")
+
+class Transcript:
+    """One sequence's output as it grows: ids come from its lane, text and stops are found here.
+
+    A tokenizer that fails on its tokens ends this sequence with the reason ``error``, and no other.
+    """
+
+    __slots__ = ("detokenizer", "error", "lane", "logprobs", "reason", "searched", "stop", "text", "total")
 
     def __init__(self, lane: Lane, detokenizer: Detokenizer | None) -> None:
         self.lane = lane
@@ -115,6 +125,7 @@ class Progress:
         self.searched = 0  # characters of the text that hold no stop text
         self.reason: FinishReason | None = None
         self.stop: str | int | None = None
+        self.error: str | None = None
         self.logprobs: list[TokenLogprob] = []
         self.total = 0.0
 
@@ -131,18 +142,19 @@ class Progress:
         lane.ids += tokens
         if self.reason is None and lane.produced >= target:
             self.reason = "length"
-        if self.reason is not None and self.detokenizer is not None and not isinstance(self.stop, str):
-            self.text += self.detokenizer.finish()
+        if self.reason in ("stop", "length") and self.detokenizer is not None and not isinstance(self.stop, str):
+            self._say(self.detokenizer.finish)
         lane.done = self.reason is not None
         return len(tokens)
 
     def _spell(self, tokens: list[int], end: int | None) -> int:
-        """Adds the text of tokens, that of the end token left out; returns how many there are up to a stop text."""
+        """Adds the text of tokens, that of the end token left out; returns how many, up to a stop text or a failure."""
         params = self.lane.params
         quiet = params.min_tokens - self.lane.produced  # tokens that may not end the sequence yet
         longest = max(map(len, params.stop), default=0)
         for count, token in enumerate(tokens[:end], 1):
-            self.text += self.detokenizer.add(token)
+            if not self._say(self.detokenizer.add, token):
+                return count
             if params.stop and count >= quiet:
                 start = max(0, self.searched - longest + 1)
                 found = [(at, stop) for stop in params.stop if (at := self.text.find(stop, start)) >= 0]
@@ -152,6 +164,14 @@ class Progress:
                     self.text, self.reason, self.stop = self.text[:at], "stop", stop
                     return count
         return len(tokens)
+
+    def _say(self, speak: Callable[..., str], *token: int) -> bool:
+        """Adds what the detokenizer says next. False if it fails, which ends the sequence."""
+        try:
+            self.text += speak(*token)
+        except Exception as error:  # whatever a tokenizer raises is the fault of this sequence alone
+            self.reason, self.stop, self.error = "error", None, _blame(error)
+        return self.error is None
 
     def visible(self, stops: tuple[str, ...]) -> str | None:
         """The text so far, without a tail that may yet turn out to begin a stop text."""
@@ -179,7 +199,7 @@ class Live:
         params: SamplingParams,
         prompt_ids: tuple[int, ...],
         group: Group,
-        progress: list[Progress],
+        transcripts: list[Transcript],
         arrival_s: float,
         end_ids: frozenset[int],
         beam: BeamSearch | None,
@@ -188,7 +208,7 @@ class Live:
         self.params = params
         self.prompt_ids = prompt_ids
         self.group = group
-        self.progress = progress
+        self.transcripts = transcripts
         self.arrival_s = arrival_s
         self.first_token_s: float | None = None
         self.token_s: list[float] = []
@@ -196,8 +216,8 @@ class Live:
         self.beam = beam
         self.target = group.target
         self.cached_tokens = 0
-        self.by_seq = {item.lane.sequence.seq_id: item for item in progress}
-        self.wide = len(progress) > 1
+        self.by_seq = {item.lane.sequence.seq_id: item for item in transcripts}
+        self.wide = len(transcripts) > 1
         self.ranks = params.best_of not in (None, params.n)
         self.wants_tops = params.logprobs is not None or beam is not None or self.ranks
 
@@ -213,18 +233,18 @@ class Live:
         if self.beam is not None:
             outputs = self._beams(reason, tokenizer) if finished else ()
         else:
-            ranked = self._ranked() if finished else self.progress[: self.params.n]
+            ranked = self._ranked() if finished else self.transcripts[: self.params.n]
             outputs = tuple(self._completion(rank, item, reason) for rank, item in enumerate(ranked))
         return RequestOutput(
             self.request_id, self.prompt_ids, outputs, finished, self.times(finish_s), self.cached_tokens
         )
 
-    def _ranked(self) -> list[Progress]:
+    def _ranked(self) -> list[Transcript]:
         if not self.ranks:
-            return self.progress
-        return sorted(self.progress, key=lambda item: -item.total)[: self.params.n]
+            return self.transcripts
+        return sorted(self.transcripts, key=lambda item: -item.total)[: self.params.n]
 
-    def _completion(self, rank: int, item: Progress, reason: FinishReason | None) -> Completion:
+    def _completion(self, rank: int, item: Transcript, reason: FinishReason | None) -> Completion:
         params = self.params
         return Completion(
             index=rank,
@@ -234,6 +254,7 @@ class Live:
             stop=item.stop,
             logprobs=tuple(item.logprobs) if params.logprobs is not None else None,
             score=item.total if self.ranks else None,
+            error=item.error,
         )
 
     def _beams(self, reason: FinishReason | None, tokenizer) -> tuple[Completion, ...]:
@@ -242,17 +263,22 @@ class Live:
             return ()
         outputs = []
         for rank, found in enumerate(self.beam.best(self.params.n)):
-            ids = tuple(found.token_ids)
+            ids, text, error = tuple(found.token_ids), None, None
             stopped = bool(ids) and ids[-1] in self.end_ids
-            shown = ids[:-1] if stopped else ids
+            if tokenizer is not None:
+                try:
+                    text = tokenizer.decode(list(ids[:-1] if stopped else ids))
+                except Exception as failure:
+                    error = _blame(failure)
             outputs.append(
                 Completion(
                     index=rank,
                     token_ids=ids,
-                    text=tokenizer.decode(list(shown)) if tokenizer is not None else None,
-                    finish_reason="stop" if stopped else "length",
+                    text=text,
+                    finish_reason="error" if error else "stop" if stopped else "length",
                     stop=ids[-1] if stopped else None,
                     score=found.score,
+                    error=error,
                 )
             )
         return tuple(outputs)

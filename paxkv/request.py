@@ -23,7 +23,8 @@ class Request:
         adapter: name and version of an adapter that changes keys and values.
 
     Raises:
-        ValueError: a length below 1, ids whose count is not ``prompt_tokens``, a beam of width 1.
+        ValueError: a length below 1, ids whose count is not ``prompt_tokens``, a beam of width 1, a salt or an adapter
+            that is no text.
     """
 
     request_id: int | str
@@ -53,6 +54,12 @@ class Request:
             f"Request {self.request_id!r}: prompt_ids must have prompt_tokens = {self.prompt_tokens} entries, "
             f"got {0 if self.prompt_ids is None else len(self.prompt_ids)}",
         )
+        for field in ("salt", "adapter"):
+            value = getattr(self, field)
+            require(
+                value is None or isinstance(value, str),
+                f"Request {self.request_id!r}: {field} must be a text or None, got {value!r}; write it as a text",
+            )
         require(
             not self.beam or self.num_seqs > 1,
             f"Request {self.request_id!r}: a beam search needs num_seqs of at least 2, got {self.num_seqs}; "

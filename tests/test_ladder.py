@@ -27,6 +27,7 @@ from paxkv.sim.simulate import simulate
 from paxkv.testing.dense import Answer, log_softmax
 from paxkv.testing.naive_beam import naive_beam
 from paxkv.testing.tiny_engine import LIMITS, NUM_PAGES, PAGE_SIZE, ForceBy, tiny_dense, tiny_engine
+from paxkv.testing.witness import Witness
 
 VOCAB = 256
 TOKENS = 14
@@ -116,12 +117,22 @@ RUNGS = {
 """Shapes of the device's arrays are those of the plain engine, so each step was compiled before."""
 
 
+@functools.cache
+def plain_bits() -> list:
+    outputs = ladder_engine().generate(PROMPTS, PARAMS)
+    check_all(outputs)
+    return [bits(output.outputs[0]) for output in outputs]
+
+
 @pytest.mark.parametrize("rung", RUNGS)
 def test_same_shapes(rung):
+    """The same steps over other pages, planned or read at another time: not one bit changes."""
     options = dict(RUNGS[rung])
     if "memory" in options:
         options["memory"] = options["memory"]()
-    check_all(ladder_engine(**options).generate(PROMPTS, PARAMS))
+    outputs = ladder_engine(**options).generate(PROMPTS, PARAMS)
+    check_all(outputs)
+    assert [bits(output.outputs[0]) for output in outputs] == plain_bits()
 
 
 TWO = {"max_num_seqs": 2}
@@ -183,33 +194,41 @@ def test_neighbours_do_not_matter(engine):
 
 def test_what_the_pool_held_does_not_matter(engine):
     """Other pages with other content in them, shapes equal: not one bit changes."""
-    fresh = ladder_engine().generate(PROMPTS, PARAMS)
     engine.generate([prompt(30, seed=2)] * 3, greedy())
     again = engine.generate(PROMPTS, PARAMS)
-    assert [bits(output.outputs[0]) for output in fresh] == [bits(output.outputs[0]) for output in again]
+    assert [bits(output.outputs[0]) for output in again] == plain_bits()
 
 
-# --- a prompt in two parts ------------------------------------------------------------------------
+# --- a prompt in parts ----------------------------------------------------------------------------
+
+
+def splits(tokens: int) -> list[list[int]]:
+    """Whole; cut once at each place; one by one; and cut at random places, few or many."""
+    draw = np.random.default_rng(1)
+    cuts = [[], *([at] for at in range(1, tokens)), [15, 16], [*range(1, tokens)]]
+    cuts += [sorted(draw.choice(tokens - 1, count, replace=False) + 1) for count in (2, 3, 5, 8, 13, 21) for _ in "ab"]
+    return [np.diff([0, *places, tokens]).tolist() for places in cuts]
 
 
 def test_every_split_of_a_prompt(monkeypatch):
-    """37 tokens cut once, at each of the 36 places."""
+    """37 tokens, cut in all the ways in which a page or a step can begin and end."""
     ids, params = PROMPTS[-1], greedy(max_tokens=3)
     answer = tiny_dense().generate(ids, params)
     engine = ladder_engine(limits={"max_num_batched_tokens": 40, "max_num_seqs": 1})
-    take, cut, plans = Scheduler._take_chunks, 0, []
+    take, ends, plans = Scheduler._take_chunks, [], []
 
     def take_chunks(self, group, budget, prefills):
-        return take(self, group, min(budget, cut) if group.jobs[0][1] == 0 else budget, prefills)
+        done = group.jobs[0][1]
+        return take(self, group, min(budget, next(end for end in ends if end > done) - done), prefills)
 
     monkeypatch.setattr(Scheduler, "_take_chunks", take_chunks)
     engine._on_plan = plans.append
-    for cut in range(1, 38):
+    for parts in splits(len(ids)):
         plans.clear()
+        ends[:] = np.cumsum(parts).tolist()
         (output,) = engine.generate([ids], [params])
         check(output.outputs[0], answer)
-        chunks = [chunk.count for plan in plans for chunk in plan.prefills]
-        assert chunks == ([cut, 37 - cut] if cut < 37 else [37])
+        assert [chunk.count for plan in plans for chunk in plan.prefills] == parts
 
 
 # --- preempted at every step ----------------------------------------------------------------------
@@ -341,87 +360,93 @@ def test_beams_are_a_naive_search(engine, width, length, changes):
 
 # --- every pair of mechanisms ---------------------------------------------------------------------
 
-MECHANISMS = ("recompute", "swap", "evict", "cached", "fork", "beam", "chunks", "stop", "abort", "penalty")
+MECHANISMS = ("recompute", "swap", "evict", "cached", "fork", "copied", "beam", "chunks", "stop", "abort", "penalty")
+APART = {("fork", "beam"), ("beam", "penalty"), ("stop", "abort")}
+"""No request can go through both; two requests do, side by side."""
 
 
 @pytest.fixture(scope="module")
-def everything() -> tuple[Engine, ForceBy, list]:
-    force, plans = ForceBy(), []
-    options = {"prefix_caching": True, "num_host_pages": NUM_PAGES, "force": force, "on_plan": plans.append}
-    return ladder_engine(**options), force, plans
+def everything() -> tuple[Engine, ForceBy, Witness]:
+    force, witness = ForceBy(), Witness()
+    engine = ladder_engine(
+        prefix_caching=True,
+        num_host_pages=NUM_PAGES,
+        force=force,
+        on_plan=lambda plan: witness.plan(plan, engine.scheduler.groups()),
+        on_step=lambda start, end, plan, result, outcome: witness.result(result),
+    )
+    return engine, force, witness
 
 
-@pytest.mark.parametrize("pair", [*itertools.combinations(MECHANISMS, 2)], ids="-".join)
-def test_every_pair(everything, pair):
-    """Two mechanisms at once, over and over in one engine; each must have happened, and no token may differ."""
-    engine, force, plans = everything
-    plans.clear()
-    before = engine.counters
-    seed = MECHANISMS.index(pair[0]) * len(MECHANISMS) + MECHANISMS.index(pair[1])
-    common = prompt(13, seed=seed)
-    prompts, params, aborted = [], [], []
+def requests_for(pair: tuple[str, str], seed: int) -> list[tuple[list[int], SamplingParams]]:
+    """Five requests, of which one or more can go through both."""
+    common, requests = prompt(13, seed=seed), []
     for index in range(5):
         ids = [*common, *prompt(1 + index, seed=seed)] if "cached" in pair else prompt(9 + index, seed=seed)
         choice = sampled(index, logprobs=0) if index % 2 else greedy(logprobs=0)
         if "chunks" in pair:
             ids = [*ids, *prompt(23, seed=seed)]
-        if "penalty" in pair and index < 3:
-            choice = dataclasses.replace(choice, presence_penalty=0.5, frequency_penalty=0.3, repetition_penalty=1.2)
-        if "stop" in pair and index > 1:
-            choice = dataclasses.replace(choice, stop_ids=tuple(range(index, VOCAB, 6)))
-        if "fork" in pair and index in (1, 3):
-            choice = dataclasses.replace(choice, n=3 if index == 1 else 2)
         if "beam" in pair and index in (0, 4):
             choice = beams(2 + index // 2, n=2, max_tokens=TOKENS)
-        prompts.append(ids)
-        params.append(choice)
+        elif {"fork", "copied"} & {*pair} and index in (1, 3):
+            choice = dataclasses.replace(choice, n=3 if index == 1 else 2)
+        if "penalty" in pair and index in (1, 2, 3):
+            choice = dataclasses.replace(choice, presence_penalty=0.5, frequency_penalty=0.3, repetition_penalty=1.2)
+        if "stop" in pair and index > 0:
+            choice = dataclasses.replace(choice, stop_ids=tuple(range(index, VOCAB, 9)))
+        requests.append((ids, choice))
+    return requests
 
+
+@pytest.mark.parametrize("pair", [*itertools.combinations(MECHANISMS, 2)], ids="-".join)
+def test_every_pair(everything, pair):
+    """Two mechanisms at once, over and over in one engine: some request went through both, and no token differs."""
+    engine, force, witness = everything
+    witness.forget()
+    evicted = engine.memory.cache.evictions
     modes = [mode for mode in pair if mode in ("recompute", "swap")]
 
     def choose(step, running):
         # A group that is computed again must be left in peace long enough to get somewhere.
         due = [group for group in running if (step + group.order) % (4 if group.decoding else 17) == 0]
-        return [(group, modes[step % len(modes)]) for group in due] if modes else []
+        return [(group, modes[step // 4 % len(modes)]) for group in due] if modes else []
 
     force.choose = choose
-    names = [engine.add_request(ids, choice) for ids, choice in zip(prompts, params, strict=True)]
+    requests = requests_for(pair, MECHANISMS.index(pair[0]) * len(MECHANISMS) + MECHANISMS.index(pair[1]))
+    names = [engine.add_request(ids, choice) for ids, choice in requests]
+    happened: dict[str, set] = witness.seen | {"abort": set(), "stop": set()}
+    happened["penalty"] = {name for name, (_, choice) in zip(names, requests, strict=True) if choice.needs_history}
     done = {}
     for step in range(1000):
         if not engine.has_work:
             break
         if "evict" in pair:
             force.pages = step % 3
-        if "abort" in pair and step in (2, 5):
-            name = names[2 if step == 2 else 4]
-            if engine.abort(name):
-                aborted.append(name)
         done |= {output.request_id: output for output in engine.step() if output.finished}
-
+        if "abort" in pair and len(happened["abort"]) < 2:
+            met = happened.get(pair[0] if pair[1] == "abort" else pair[1], set()) or {names[step % 5]}
+            happened["abort"] |= {name for name in met if step > 4 and engine.abort(name)}
     assert not engine.has_work, engine.scheduler.dump()
     force.choose = lambda step, running: []
-    for name, ids, choice in zip(names, prompts, params, strict=True):
-        if name in aborted:
-            assert {completion.finish_reason for completion in done[name].outputs} <= {"abort", "stop", "length"}
+
+    for name, (ids, choice) in zip(names, requests, strict=True):
+        reasons = {completion.finish_reason for completion in done[name].outputs}
+        happened["stop"] |= {name} if "stop" in reasons else set()
+        if name in happened["abort"]:
+            assert reasons <= {"abort", "stop", "length"}
         elif choice.beam_width:
-            check_beams(done[name], ids, choice)
-        else:
-            for index, completion in enumerate(done[name].outputs):
-                want = dense(tuple(ids), choice, index)
+            check_beams(done[name], ids, choice, end_ids=choice.stop_ids)
+            continue
+        for index, completion in enumerate(done[name].outputs):
+            want = dense(tuple(ids), choice, index)
+            if completion.finish_reason == "abort":
+                assert completion.token_ids == want.token_ids[: len(completion.token_ids)]
+            else:
                 assert (completion.token_ids, completion.finish_reason) == (want.token_ids, want.reason)
-    preempted = {event.mode for plan in plans for event in plan.preempted}
-    happened = {
-        "recompute": "recompute" in preempted,
-        "swap": engine.counters.swapped_in_pages > before.swapped_in_pages,
-        "evict": engine.memory.cache.evictions > 0,
-        "cached": engine.counters.prefix_hits > before.prefix_hits,
-        "fork": any(plan.copies for plan in plans),
-        "beam": any(plan.beams for plan in plans),
-        "chunks": any(not chunk.last for plan in plans for chunk in plan.prefills),
-        "stop": any(out.outputs and out.outputs[0].finish_reason == "stop" for out in done.values()),
-        "abort": bool(aborted),
-        "penalty": any(choice.needs_history for choice in params),
-    }
-    assert all(happened[name] for name in pair), happened
+    if "evict" in pair:
+        happened["evict"] = {*names} if engine.memory.cache.evictions > evicted else set()  # of nobody: beside all
+    first, second = (happened[mechanism] for mechanism in pair)
+    assert (first and second) if pair in APART else (first & second), happened
     assert engine.memory.num_free_pages == engine.memory.num_pages
     assert engine.memory.host.num_free == engine.memory.host.num_pages
 

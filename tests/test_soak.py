@@ -118,6 +118,7 @@ def soak(seed: int, count: int) -> Counter[str]:
             assert outputs[index] == model.outputs(request, target), f"seed {seed}, request {index}"
     assert all(len(reason) > 20 for reason in refused.values())
     assert sorted([*run.finished, *aborted, *refused]) == list(range(count))
+    assert sorted(run.told) == sorted(run.finished), "the scheduler names each request that finished, once"
     assert memory.num_free_pages == memory.num_pages
     counters = scheduler.counters
     assert (counters.finished, counters.failed) == (len(run.finished), len(aborted))

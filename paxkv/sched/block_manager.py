@@ -70,15 +70,19 @@ class PagedMemory(Memory):
         if self.cache is None or group.ids is None:
             self._looked_up = (0, Miss.OFF if self.cache is None else Miss.NO_IDS)
             return []
-        request = group.request
-        if len(group.ids) // self.page_size > len(group.keys):
-            root = hashing.root_key(request.salt, request.adapter)
-            group.keys = hashing.page_keys(group.ids, self.page_size, root, group.keys)
+        self._extend_keys(group, group.ids)
         usable = group.keys[: (group.known - 1) // self.page_size]
         hits = self.cache.lookup(usable)
         miss = self.cache.why_missed(usable, len(hits)) if usable else Miss.SHORT
         self._looked_up = (len(hits) * self.page_size, miss)
         return hits
+
+    def _extend_keys(self, group: Group, ids: list[int]) -> None:
+        """Adds the keys of pages that have filled since."""
+        request, page, keys = group.request, self.page_size, group.keys
+        if len(ids) // page > len(keys):
+            parent = keys[-1] if keys else hashing.root_key(request.salt, request.adapter)
+            keys += hashing.page_keys(ids[len(keys) * page :], page, parent)
 
     def lookup_result(self) -> tuple[int, Miss]:
         return self._looked_up
@@ -106,6 +110,7 @@ class PagedMemory(Memory):
         for hit in hits:  # before anything is taken, so that no hit is evicted by its own request
             pool.share(hit, page)
         first = group.seqs[0]
+        group.published, group.twins = len(hits), []
         first.table = hits + [pool.take() for _ in range(pages - len(hits))]
         group.jobs = [[first, start, known]]
         for seq in group.seqs[1:]:
@@ -320,6 +325,7 @@ class PagedMemory(Memory):
 
     def swap_in(self, group: Group, stored: int) -> Copies:
         copies = self._move(group, stored, self.host, self.pool)
+        group.published, group.twins = 0, []  # other pages than before
         self._logical_pages += sum(len(seq.table) for seq in group.seqs)
         return copies
 
@@ -355,13 +361,16 @@ class PagedMemory(Memory):
     def publish(self, group: Group, stored: int) -> None:
         if self.cache is None or group.ids is None:
             return
-        if len(group.ids) // self.page_size > len(group.keys):
-            root = hashing.root_key(group.request.salt, group.request.adapter)
-            group.keys = hashing.page_keys(group.ids, self.page_size, root, group.keys)
-        table = group.seqs[0].table
-        for index in range(min(stored // self.page_size, len(group.keys))):
-            if not self.cache.holds(table[index]):
-                self.cache.publish(group.keys[index], table[index])
+        self._extend_keys(group, group.ids)
+        cache, keys, table = self.cache, group.keys, group.seqs[0].table
+        offered = range(group.published, min(stored // self.page_size, len(keys)))
+        if group.twins and group.evictions != cache.evictions:
+            offered, group.twins = [*group.twins, *offered], []
+        for index in offered:
+            if not cache.publish(keys[index], table[index]):
+                group.twins.append(index)
+        group.published = max(group.published, min(stored // self.page_size, len(keys)))
+        group.evictions = cache.evictions
 
     def evict(self, pages: int) -> int:
         return self.pool.evict(pages)

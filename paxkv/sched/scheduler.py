@@ -544,27 +544,24 @@ class Scheduler:
         if group.decoding and not group.held:
             self.memory.publish(group, min(len(group.ids), known - 1))
 
-    def end(self, request_id: int | str) -> bool:
+    def end(self, request_id: int | str) -> tuple[int | str, ...]:
         """Finishes a request of one sequence that produced an end token in an earlier step, wherever it is now.
 
         Returns:
-            False if it is unknown or finished already, as when that token was its last.
+            The requests that this finishes: the whole batch, where it is the last of a static one; none if it waits
+            for its batch, is unknown or has finished already, as when that token was its last.
         """
         self._require_no_plan("end")
         group = self._groups.get(request_id)
         if group is None or group.held:
-            return False
+            return ()
         if group.request.num_seqs > 1:
             raise ValueError(
                 f"request {request_id!r} has {group.request.num_seqs} sequences; name them in a StepResult"
             )
         self._released = []
-        if group.decoding:
-            self._retire(group)
-            return True
-        self._drop(group)
-        self.counters = self.counters.add(finished=1)
-        return True
+        (self._retire if group.decoding else self._finish)(group)
+        return tuple(self._released)
 
     def _parents_of(self, plan: StepPlan, result: StepResult) -> list[tuple[Group, tuple[int, ...]]]:
         chosen = []

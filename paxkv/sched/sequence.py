@@ -60,12 +60,16 @@ class Group:
         jobs: prefill work left, as [sequence, next position, end position].
         ids: token ids of the prompt and of the output, when known (sequence 0 speaks for the prompt).
         keys: content keys of the full pages of ``ids``, extended as pages fill.
+        published: full pages of the first sequence that were offered to the prefix index since it got its table.
+        twins: those of them whose content the index had in another page; they take its place if that one is evicted.
+        evictions: of the index, when the twins were last offered.
         held: finished, but kept until its static batch ends.
     """
 
     __slots__ = (
         "decoding",
         "epoch",
+        "evictions",
         "held",
         "ids",
         "jobs",
@@ -75,10 +79,12 @@ class Group:
         "order",
         "padding",
         "preemptions",
+        "published",
         "request",
         "seqs",
         "state",
         "target",
+        "twins",
     )
 
     def __init__(self, request: Request, order: int, first_seq_id: int) -> None:
@@ -97,6 +103,9 @@ class Group:
         self.jobs: list[list] = []
         self.ids: list[int] | None = list(request.prompt_ids) if request.prompt_ids is not None else None
         self.keys: list[bytes] = []
+        self.published = 0
+        self.twins: list[int] = []
+        self.evictions = 0
 
     def common_tokens(self, page_size: int) -> int:
         """Tokens in pages that all sequences share on admission: all of them, or the prompt's full pages once the

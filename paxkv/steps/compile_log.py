@@ -70,21 +70,11 @@ class CompileLog:
         self.forbid = forbid
         self.entries: list[Compilation] = []
         self.is_warm = False
-        self._expected: dict[Hashable, None] = {}
         self._seen: collections.Counter[Hashable] = collections.Counter()
-
-    def expect(self, *buckets: Hashable) -> None:
-        """Names buckets that warm-up will run, so that :attr:`missing` can tell which it forgot."""
-        self._expected.update(dict.fromkeys(buckets))
 
     def warmed_up(self) -> None:
         """Ends warm-up."""
         self.is_warm = True
-
-    @property
-    def missing(self) -> tuple[Hashable, ...]:
-        """Buckets that were expected and never ran."""
-        return tuple(bucket for bucket in self._expected if bucket not in self._seen)
 
     @property
     def after_warm_up(self) -> tuple[Compilation, ...]:
@@ -139,8 +129,6 @@ class CompileLog:
             )
         if not self.is_warm:
             return f"first use of bucket {bucket}"
-        if bucket in self._expected:
-            return f"after warm-up: {bucket} was expected and not warmed up"
         return f"after warm-up: {bucket} was not warmed up"
 
     def report(self) -> str:

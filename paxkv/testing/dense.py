@@ -1,8 +1,8 @@
 """A decoder as the textbook has it, in float64 numpy: no cache, no pages, no batch.
 
 The whole sequence is computed again for every token. It shares no line with :mod:`paxkv.models` and reads only its
-parameters, so what the paged engine generates can be held against it. Llama's family: RMS norms, rotary positions that
-turn the two halves of a head, grouped queries, a gated feed-forward layer (Touvron et al. 2023). Random choices are
+parameters, so what the paged engine generates can be held against it. Llama's family: RMS norms, rotary positions,
+grouped queries, a gated feed-forward layer (Touvron et al. 2023). Random choices are
 those of :mod:`paxkv.steps.sample`, one row at a time.
 """
 
@@ -18,13 +18,16 @@ from numpy.typing import NDArray
 
 from paxkv.config import require
 from paxkv.models.decoder import DecoderConfig
+from paxkv.models.rotary import Rope
 from paxkv.sampling import SamplingParams, request_seed
 from paxkv.steps.sample import SampleInputs, sample
 
 Floats = NDArray[np.float64]
 
 PLAIN = {"norm": "rms", "residual": "pre", "activation": "silu", "gated": True, "positions": "rope", "mla": None}
-PLAIN |= {"qkv_bias": False, "ffn_bias": False, "qk_norm": False, "experts": None, "windows": (), "final_norm": True}
+PLAIN |= {"qkv_bias": False, "out_bias": False, "ffn_bias": False, "qk_norm": False, "experts": None, "windows": ()}
+PLAIN |= {"norm_offset": 0.0, "embedding_size": None, "embedding_scale": 1.0, "softmax_scale": None, "final_norm": True}
+PLAIN |= {"attention_soft_cap": None, "logit_soft_cap": None, "scan_layers": True}
 """What a config must say to be of the family."""
 
 
@@ -38,14 +41,15 @@ def rms_norm(x: Floats, weight: Floats, eps: float) -> Floats:
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
 
 
-def rotate(x: Floats, base: float) -> Floats:
-    """Rotary positions: x [T,H,D] at positions 0 to T-1; lane i turns with lane i + D/2."""
-    tokens, _, size = x.shape
-    frequency = base ** (-np.arange(0, size, 2) / size)
-    angle = np.arange(tokens)[:, None] * frequency  # [T, D/2]
-    cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
-    low, high = x[..., : size // 2], x[..., size // 2 :]
-    return np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+def rotate(x: Floats, rope: Rope) -> Floats:
+    """Rotary positions: x [T,H,D] at 0 to T-1. Of the first R lanes i turns with i + R/2, or 2i with 2i + 1."""
+    pairs = np.arange(rope.size // 2)
+    low, high = (2 * pairs, 2 * pairs + 1) if rope.interleaved else (pairs, pairs + rope.size // 2)
+    angle = np.arange(len(x))[:, None, None] * rope.base ** (-2 * pairs / rope.size)  # [T, 1, R/2]
+    cos, sin, turned = np.cos(angle), np.sin(angle), x.copy()
+    turned[..., low] = x[..., low] * cos - x[..., high] * sin
+    turned[..., high] = x[..., high] * cos + x[..., low] * sin
+    return turned
 
 
 def attend(q: Floats, k: Floats, v: Floats) -> Floats:
@@ -96,7 +100,7 @@ class DenseModel:
     def __init__(self, config: DecoderConfig, params: Mapping) -> None:
         other = {name: value for name, want in PLAIN.items() if (value := getattr(config, name)) != want}
         require(
-            not other and config.scan_layers and config.rope is not None and config.rope.kind == "default",
+            not other and config.rope is not None and config.rope.kind == "default",
             f"only Llama's family with stacked layers can be computed densely, got {other or config}",
         )
         self.config = config
@@ -112,7 +116,7 @@ class DenseModel:
             normed = rms_norm(x, at["attention_norm"]["scale"], config.norm_eps)
             heads = matmul(normed, at["attention"]["qkv"]["kernel"]).reshape(tokens, -1, config.head_size)
             q, k, v = np.split(heads, [config.num_heads, config.num_heads + config.num_kv_heads], axis=1)
-            attended = attend(rotate(q, config.rope.base), rotate(k, config.rope.base), v)
+            attended = attend(rotate(q, config.rope), rotate(k, config.rope), v)
             x = x + matmul(attended.reshape(tokens, -1), at["attention"]["out"]["kernel"])
             normed = rms_norm(x, at["ffn_norm"]["scale"], config.norm_eps)
             gate, up = np.split(matmul(normed, at["ffn"]["gate_up"]["kernel"]), 2, axis=1)

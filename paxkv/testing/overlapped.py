@@ -50,6 +50,7 @@ class OverlappedRun:
     Attributes:
         outputs: request id → sequence number → generated ids, of the sequences that have ended.
         finished: request ids in the order in which they finished.
+        told: request ids as the scheduler named them when they finished.
         steps, plans: how many ran.
         longest: most steps of one plan.
     """
@@ -68,6 +69,7 @@ class OverlappedRun:
         self.store = PageStore(scheduler.memory.page_size)
         self.outputs: dict[int | str, dict[int, list[int]]] = {}
         self.finished: list[int | str] = []
+        self.told: list[int | str] = []
         self.steps = self.plans = self.longest = 0
         self._draw = random.Random(seed)
         self._commits, self._lag, self._on_plan = commits, lag, on_plan
@@ -112,6 +114,7 @@ class OverlappedRun:
         outcome = scheduler.complete(result)
         self.steps, self.plans, self.longest = self.steps + count, self.plans + 1, max(self.longest, count)
         self._retire()
+        self.told += outcome.finished
         assert set(outcome.finished) <= set(self.finished), f"{outcome} names requests that are still there"
         while len(self._reports) > self._lag or (self._reports and self._draw.random() < 0.3):
             self._report(self._reports.popleft())
@@ -225,7 +228,7 @@ class OverlappedRun:
             self.scheduler.learn(lane.request.request_id, lane.ids[lane.told : known])
             lane.told = known
             if lane.ended and lane.ended <= known:
-                self.scheduler.end(lane.request.request_id)
+                self.told += self.scheduler.end(lane.request.request_id)
         self._retire()
 
     def _retire(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 
@@ -27,6 +28,46 @@ def test_steps_hand_out_what_changed(engine, prompt, dense):
     assert [seen[name][-1] for name in names] == [dense(prompt(5), greedy()), dense(prompt(40), greedy())]
     assert all(len(outputs) > 4 for outputs in seen.values())
     assert engine.step() == []
+
+
+def names_of(outputs) -> list:
+    names = [output.request_id for output in outputs]
+    assert len(set(names)) == len(names), f"one call of step hands out a name once, got {names}"
+    return names
+
+
+def test_a_step_names_a_request_once(engine, prompt, dense):
+    """Also after a stream that kept what others got meanwhile."""
+    others = [engine.add_request(prompt(9), greedy(tokens)) for tokens in (2, 30)]
+    with contextlib.closing(engine.stream(prompt(5), greedy(60))) as stream:
+        for output in stream:
+            if len(output.token_ids) > 12:
+                break
+    done, before = {}, 0
+    while engine.has_work:
+        outputs = engine.step()
+        names_of(outputs)
+        for output in outputs:
+            if output.request_id == others[1]:
+                assert len(output.token_ids) >= max(before, 12)  # as it stands, not as it stood
+                before = len(output.token_ids)
+        done |= {output.request_id: output.token_ids for output in outputs if output.finished}
+    assert done == {name: dense(prompt(9), greedy(tokens)) for name, tokens in zip(others, (2, 30), strict=True)}
+
+
+def test_a_name_taken_again_waits_its_turn(engine, prompt, dense):
+    """Both have ended before the next step: each is handed out, one a call."""
+    for tokens in (30, 20, 4):
+        engine.add_request(prompt(5), greedy(tokens), request_id="a")
+        if tokens > 4:
+            engine.abort("a")
+    ends = []
+    while engine.has_work:
+        outputs = engine.step()
+        assert len(names_of(outputs)) < 2
+        ends += [output for output in outputs if output.finished]
+    assert [output.outputs[0].finish_reason for output in ends] == ["abort", "abort", "length"]
+    assert ends[-1].token_ids == dense(prompt(5), greedy(4))
 
 
 def test_times(make, prompt):
@@ -81,6 +122,38 @@ def test_generate_leaves_the_outputs_of_others(engine, prompt, dense):
     assert [(out.request_id, out.token_ids) for out in done] == [(other, dense(prompt(9), greedy(3)))]
 
 
+def test_a_failure_leaves_the_outputs_of_others(make, prompt, dense):
+    """What had ended before is still handed out."""
+
+    def hook(plan):
+        if plan.step > 8:
+            raise ZeroDivisionError("mine")
+
+    engine = make(on_plan=hook, limits={"max_horizon": 1})
+    other = engine.add_request(prompt(9), greedy(3))
+    with pytest.raises(EngineError, match="mine"):
+        engine.generate([prompt(5)], greedy(30))
+    done = {output.request_id: output for output in engine.step()}
+    assert done.pop(other).token_ids == dense(prompt(9), greedy(3))
+    assert [output.outputs[0].finish_reason for output in done.values()] == ["error"]
+
+
+def test_an_interrupt_in_a_step(make, prompt, dense):
+    """It stays an interrupt, and the engine serves on."""
+
+    def hook(plan):
+        if plan.step == 4 and not raised:
+            raised.append(plan)
+            raise KeyboardInterrupt
+
+    raised = []
+    engine = make(on_plan=hook, limits={"max_horizon": 1})
+    with pytest.raises(KeyboardInterrupt):
+        list(engine.stream(prompt(5), greedy()))
+    assert engine.generate([prompt(5)], greedy())[0].token_ids == dense(prompt(5), greedy())
+    assert engine.memory.num_free_pages == 16
+
+
 async def collect(engine, ids, params, **options):
     last = None
     async for output in engine.agenerate(ids, params, **options):
@@ -114,6 +187,16 @@ def test_several_callers(engine, prompt, dense):
     assert engine.memory.num_free_pages == 16
     # Another event loop, later.
     assert asyncio.run(collect(engine, prompt(5), greedy())).token_ids == dense(prompt(5), greedy())
+
+
+def test_callers_leave_the_outputs_of_others(engine, prompt, dense):
+    """A request that did not come through ``agenerate`` is served beside, and handed out by the next step."""
+    others = [engine.add_request(prompt(9), greedy(tokens)) for tokens in (3, 40)]
+    asyncio.run(collect(engine, prompt(5), greedy(12)))
+    done = {}
+    while engine.has_work:
+        done |= {output.request_id: output.token_ids for output in engine.step() if output.finished}
+    assert done == {name: dense(prompt(9), greedy(tokens)) for name, tokens in zip(others, (3, 40), strict=True)}
 
 
 def test_a_cancelled_caller(engine, prompt, dense):

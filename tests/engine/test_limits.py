@@ -48,6 +48,7 @@ def test_larger_than_the_pool(make, prompt, dense):
         ([1, 2.5], "a prompt must be text or a list of token ids"),
         ("text", "no tokenizer"),
         (7, "a prompt must be text or a list of token ids"),
+        ([float("inf")], "a prompt must be text or a list of token ids"),
     ],
     ids=str,
 )
@@ -55,6 +56,17 @@ def test_prompts_that_cannot_be(engine, prompt, dense, ids, message):
     """Each is an error for that request alone (B15)."""
     with pytest.raises(RequestRejected, match=message):
         engine.add_request(ids, greedy())
+    refused, served = engine.generate([ids, prompt(5)], greedy())
+    assert message.replace("\\", "") in refused.refused
+    assert served.token_ids == dense(prompt(5), greedy())
+    works_as_ever(engine, prompt, dense)
+
+
+@pytest.mark.parametrize("field", ["salt", "adapter"])
+def test_what_keeps_pages_apart_is_text(engine, prompt, dense, field):
+    """It is read when a step looks for pages: too late to be the fault of one request alone."""
+    with pytest.raises(RequestRejected, match=f"{field} must be a text or None, got 5"):
+        engine.add_request(prompt(20), greedy(), **{field: 5})
     works_as_ever(engine, prompt, dense)
 
 

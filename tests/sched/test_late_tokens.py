@@ -8,6 +8,7 @@ from paxkv.config import CacheConfig, SchedulerConfig
 from paxkv.request import Request
 from paxkv.sched.block_manager import PagedMemory
 from paxkv.sched.plan import StepResult
+from paxkv.sched.prefix_cache import PrefixCache
 from paxkv.sched.scheduler import Scheduler
 from paxkv.testing.force import ForceAt
 
@@ -80,6 +81,31 @@ def test_ids_that_come_late_make_pages_findable_and_no_page_before_its_ids():
     scheduler.learn("gone", [1])
 
 
+@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize("mode", ["stays", "recompute", "swap"])
+def test_a_page_is_offered_once(monkeypatch, mode, late):
+    """When it fills, not at every step: again only where another page of its content was evicted."""
+    offers = []
+    publish = PrefixCache.publish
+    monkeypatch.setattr(PrefixCache, "publish", lambda self, *entry: offers.append(entry) or publish(self, *entry))
+    monkeypatch.setattr(PrefixCache, "holds", lambda self, page: offers.append(page) or page in self._key_of)
+    force = None if mode == "stays" else ForceAt({200: [("a", mode)]})
+    scheduler = paged(110, prefix_caching=True, num_host_pages=110, force=force, limits={"max_num_batched_tokens": 999})
+    scheduler.submit(Request("a", 6, 400, prompt_ids=tuple(range(6))))
+    group, told = scheduler.group("a"), 6
+    for token in range(390):
+        scheduler.schedule()
+        scheduler.complete(StepResult(tokens=None if late else {0: (token,)}))
+        if late:
+            known = group.known_at(scheduler.tick) - 1  # the newest is on its way
+            scheduler.learn("a", [token] * (known - told))
+            told = known
+    pages, index = group.known_at(scheduler.tick) // 4, scheduler.memory.cache
+    assert len(index.items()) >= pages - 1 > 90
+    assert (index.evictions > 0) == (mode == "swap")
+    assert len(offers) <= pages * (2 + index.evictions)  # asked for once more where it leaves
+
+
 @pytest.mark.parametrize("mode", ["running", "recompute", "swap", "prefill"])
 def test_an_end_seen_late_ends_the_request_wherever_it_is(mode):
     """Its end is told a step late, and that step may have preempted it or begun to recompute it."""
@@ -93,8 +119,8 @@ def test_an_end_seen_late_ends_the_request_wherever_it_is(mode):
     states = {"running": (2, 0, 0), "recompute": (1, 0, 1), "swap": (1, 1, 0), "prefill": (2, 0, 0)}
     assert (scheduler.num_running, scheduler.num_swapped, scheduler.num_waiting) == states[mode]
     finished = scheduler.counters.finished
-    assert scheduler.end("a")
-    assert not scheduler.end("a")
+    assert scheduler.end("a") == ("a",)
+    assert scheduler.end("a") == ()
     assert scheduler.counters.finished == finished + 1
     assert scheduler.num_running == 1 and not scheduler.num_swapped and not scheduler.num_waiting
     while scheduler.schedule() is not None:

@@ -153,6 +153,22 @@ def test_end_tokens_hold_their_row():
     assert scheduler.memory.num_free_pages == 5
 
 
+def test_ends_told_late_name_the_whole_batch():
+    """The last end lets all go, and says so: nobody else will."""
+    scheduler = static()
+    for name in "abc":
+        scheduler.submit(Request(name, 10, 9))
+    step(scheduler)
+    step(scheduler)
+    assert scheduler.end("b") == ()
+    assert scheduler.end("b") == ()
+    assert step(scheduler)[1] == ()
+    assert scheduler.end("a") == ()
+    assert sorted(scheduler.end("c")) == ["a", "b", "c"]
+    assert scheduler.counters.finished == 3
+    assert not scheduler.has_work
+
+
 def test_abort_of_the_longest_lets_the_others_go():
     """Nobody is left who could end the batch: it ends with the next step, instead of never."""
     scheduler = static()

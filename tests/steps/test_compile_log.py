@@ -64,11 +64,9 @@ def test_hears_only_its_thread(step):
 
 def test_explains_what_came_after_warm_up(step):
     log = CompileLog()
-    log.expect("decode[4]", "decode[8]", "decode[16]")
     for size in (4, 8):
         with log.watch(f"decode[{size}]"):
             step(array(size))
-    assert log.missing == ("decode[16]",)
     log.warmed_up()
     for bucket, size in (("decode[4]", 4), ("decode[4]", 5), ("decode[16]", 16), ("mixed[17,1]", 17)):
         with log.watch(bucket):
@@ -79,7 +77,7 @@ def test_explains_what_came_after_warm_up(step):
             "decode[4] had run 2 times: a shape, dtype, static option or placement that is not part of the bucket "
             "changed",
         ),
-        ("decode[16]", "after warm-up: decode[16] was expected and not warmed up"),
+        ("decode[16]", "after warm-up: decode[16] was not warmed up"),
         ("mixed[17,1]", "after warm-up: mixed[17,1] was not warmed up"),
     ]
 
