@@ -114,7 +114,11 @@ def dynamic_scale(x: Float[Array, "*rows D"], fmt: PageFormat) -> Float32[Array,
 
     A row of zeros gets 1; no scale is zero or subnormal; a row with NaN or infinity gets that as its scale.
     """
-    largest = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=-1)
+    return scale_for(jnp.max(jnp.abs(x.astype(jnp.float32)), axis=-1), fmt)
+
+
+def scale_for(largest: Float32[Array, "*shape"], fmt: PageFormat) -> Float32[Array, "*shape"]:
+    """What :func:`dynamic_scale` gives rows whose largest magnitudes are these."""
     # At the very top of float32 the quotient may round up, and max_value times it would overflow.
     top = np.nextafter(np.float32(np.finfo(np.float32).max / np.float32(fmt.max_value)), np.float32(0))
     scale = jnp.clip(largest / fmt.max_value, _SMALLEST_SCALE, top)
