@@ -139,9 +139,9 @@ def call_kernel(
         "v_hbm": as_rows(call.v_pages, layout),
     }
     if token_scaled(call.k_pages, call.k_scale):
-        hbm["k_scale_hbm"] = gather_scales(call.k_scale, tables, layout)
+        hbm["k_scale_hbm"] = lay_scales(call.k_scale, tables, layout)
     if token_scaled(call.v_pages, call.v_scale):
-        hbm["v_scale_hbm"] = gather_scales(call.v_scale, tables, layout)
+        hbm["v_scale_hbm"] = lay_scales(call.v_scale, tables, layout)
     before = {
         "out_before": out.reshape(tokens, teams, team_heads, size),
         "lse_before": jnp.pad(lse.reshape(tokens, teams, team_heads), ((0, 0), (0, 0), (0, LANES - team_heads))),
@@ -238,8 +238,13 @@ def head_facts(call: Call, layout: Layout) -> dict[str, jax.Array]:
     return facts
 
 
-def gather_scales(scale: jax.Array, tables: jax.Array, layout: Layout) -> jax.Array:
-    """Scales per token in the order of logits: [S, blocks, teams, parts, streams * team runs, columns]."""
+def lay_scales(scale: jax.Array, tables: jax.Array, layout: Layout) -> jax.Array:
+    """Scales per token in rows of 128, if the kernel takes them so (nothing moves if the pool is stored so, too).
+
+    Else gathered by row, in the order of logits: [S, blocks, teams, parts, streams * team runs, columns].
+    """
+    if layout.scale_rows:
+        return scale.reshape(-1, LANES)
     x = scale[tables]  # [S,columns of the table,K,B]
     x = x.reshape(
         *(tables.shape[0], -1, layout.halves, layout.parts, layout.part_pages),

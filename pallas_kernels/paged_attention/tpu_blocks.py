@@ -1,4 +1,15 @@
-"""Sizes of the TPU kernel's blocks: what fits, and what to take."""
+"""Sizes of the TPU kernel's blocks: what fits, and what to take.
+
+Two floors, in cycles per KV token of a row that decodes with 32 query heads over 8 KV heads of 128. Memory: the keys
+and values of a token over what HBM brings in a cycle. Instructions: the operations of the kind that fills its slots
+most, over the slots (512 tokens a block, pages of 128). The schedule lies between: products and sums over lanes have
+latencies, which teams hide for each other.
+
+                 v5e bf16   e4m3   int8   v6e bf16   e4m3   int8   7x bf16   e4m3   int8
+    memory            7.5    3.7    3.7        4.4    2.2    2.2       2.4    1.2    1.2
+    instructions     0.48   0.50   0.76       0.35   0.40   0.23      0.35   0.18   0.32
+    bound by       matrix vector vector       load vector vector      load   load vector
+"""
 
 from __future__ import annotations
 
@@ -41,7 +52,6 @@ class Blocks:
             )
 
 
-REG = 32
 HEIGHT = 128
 """Rows of logits to aim at: as many as still fit in registers with a register of columns."""
 
@@ -108,7 +118,7 @@ def lay_out(call: Call, blocks: Blocks, chip: Chip) -> Layout:
     columns = pages // halves * slots * mixed
     parts = 1
     registers = -(-queries * lines // 8) * (columns // LANES)
-    while registers // parts > REG and columns // parts > LANES and pages // halves % (2 * parts) == 0:
+    while registers // parts > 32 and columns // parts > LANES and pages // halves % (2 * parts) == 0:
         parts *= 2
     page_bytes = slots * kv_heads * max(LANES, size) * max(call.k_pages.dtype.itemsize, call.v_pages.dtype.itemsize)
     joined = min(pages, 8) if page_bytes <= SMALL_PAGE else 1
@@ -150,15 +160,19 @@ def buffers(call: Call, layout: Layout) -> Buffers:
         "lse": ((2, lay.queries, lay.teams, LANES), f32),
         "left": ((lay.teams, max(1, lay.digits) * lay.height, lay.sides * lay.width), jnp.dtype(left)),
         "gain": ((lay.teams, lay.height, LANES), f32),
+        "logits": ((2, max(1, lay.digits) * lay.height, lay.columns), jnp.dtype("int32") if lay.digits else f32),
         "top": ((lay.teams, lay.height, LANES), f32),
         "total": ((lay.teams, lay.height, LANES), f32),
         "acc": ((lay.teams, lay.height, lay.width), f32),
     }
     scales = (lay.depth, lay.teams, lay.parts, lay.streams * lay.team_runs, lay.columns)
-    if token_scaled(call.k_pages, call.k_scale):
-        found["k_scale_ring"] = (scales, f32)
-    if token_scaled(call.v_pages, call.v_scale):
-        found["v_scale_ring"] = (scales, f32)
+    if lay.scale_rows:
+        scales = (lay.depth, lay.pages * lay.scale_rows, LANES)
+    for side, pages, scale in (("k", call.k_pages, call.k_scale), ("v", call.v_pages, call.v_scale)):
+        if token_scaled(pages, scale):
+            found[f"{side}_scale_ring"] = (scales, f32)
+            if lay.scale_rows and not lay.run_tiles:
+                found[f"{side}_scales"] = ((lay.kv_heads // lay.mixed, lay.fold, lay.block_tiles, LANES), f32)
     return found
 
 

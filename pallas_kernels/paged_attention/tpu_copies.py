@@ -31,16 +31,16 @@ def block_copies(layout, refs, slot: jax.Array, job: jax.Array, block: jax.Array
     count = (refs.jobs[tpu_jobs.END, job] + layout.page_size - 1) // layout.page_size - block * layout.pages
     entry = row * (refs.runs.shape[0] // refs.kv_lens.shape[0]) + block
     base = entry * layout.pages
-    sides = ((refs.k_hbm, refs.k_ring), (refs.v_hbm, refs.v_ring))
 
     def start(first, length, wanted):
         page = refs.tables[base + first]  # outside of the predicate, which would only choose where to read
 
         @pl.when(wanted)
         def _():
-            for source, ring in sides:
-                target = ring.at[slot, pl.ds(first, length)]
-                pltpu.make_async_copy(source.at[pl.ds(page, length)], target, refs.page_sem.at[slot]).start()
+            for source, ring, rows in page_sides(layout, refs):
+                target = ring.at[slot, pl.ds(first * rows, length * rows)]
+                source = source.at[pl.ds(page * rows, length * rows)]
+                pltpu.make_async_copy(source, target, refs.page_sem.at[slot]).start()
 
     def start_group(group):
         first, limit = group * layout.joined, count
@@ -53,7 +53,7 @@ def block_copies(layout, refs, slot: jax.Array, job: jax.Array, block: jax.Array
             start(page, 1, page < limit)
 
     def start_scales():
-        for source, ring in scale_sides(refs):
+        for source, ring in gathered_sides(layout, refs):
             pltpu.make_async_copy(source.at[row, block], ring.at[slot], refs.page_sem.at[slot]).start()
 
     def start_groups(first, end):
@@ -62,7 +62,7 @@ def block_copies(layout, refs, slot: jax.Array, job: jax.Array, block: jax.Array
 
     groups, some = layout.pages // layout.joined, max(1, PIECE // layout.joined)
     pieces = [functools.partial(start_groups, first, min(first + some, groups)) for first in range(0, groups, some)]
-    if scale_sides(refs):
+    if gathered_sides(layout, refs):
         pieces.append(lambda: pl.when(count > 0)(start_scales))
     return pieces
 
@@ -74,10 +74,21 @@ def next_block(refs, job: jax.Array, block: jax.Array, jobs: jax.Array) -> tuple
     return jnp.where(done, following, job), jnp.where(done, refs.jobs[tpu_jobs.LOW, following], block + 1)
 
 
-def scale_sides(refs) -> list[tuple]:
-    """Source and ring of the scales per token, where there are any."""
+def page_sides(layout, refs) -> list[tuple]:
+    """What is copied page by page: source, ring, and how much of the first axis of both is a page."""
+    sides = [(refs.k_hbm, refs.k_ring, 1), (refs.v_hbm, refs.v_ring, 1)]
+    if layout.scale_rows:
+        scales = ((refs.k_scale_hbm, refs.k_scale_ring), (refs.v_scale_hbm, refs.v_scale_ring))
+        sides += [(*side, layout.scale_rows) for side in scales if side[1] is not None]
+    return sides
+
+
+def gathered_sides(layout, refs) -> list[tuple]:
+    """What is copied once per block, since the host has gathered it: source and ring."""
+    if layout.scale_rows:
+        return []
     sides = ((refs.k_scale_hbm, refs.k_scale_ring), (refs.v_scale_hbm, refs.v_scale_ring))
-    return [(source, ring) for source, ring in sides if ring is not None]
+    return [side for side in sides if side[1] is not None]
 
 
 def wait_block(layout, refs, slot: jax.Array, count: jax.Array | None) -> None:
@@ -86,13 +97,14 @@ def wait_block(layout, refs, slot: jax.Array, count: jax.Array | None) -> None:
     def wait(ref):
         pltpu.make_async_copy(ref, ref, refs.page_sem.at[slot]).wait()
 
-    for ring in (refs.k_ring, refs.v_ring):
+    for _, ring, rows in page_sides(layout, refs):
         if count is None:
             wait(ring.at[slot])
             continue
         for bit in range(layout.pages.bit_length()):  # what is waited for is an amount, whichever pages it was
-            pl.when((count >> bit) & 1 == 1)(lambda ring=ring, bit=bit: wait(ring.at[slot, pl.ds(0, 1 << bit)]))
-    for _, ring in scale_sides(refs):
+            some = ring.at[slot, pl.ds(0, rows << bit)]
+            pl.when((count >> bit) & 1 == 1)(functools.partial(wait, some))
+    for _, ring in gathered_sides(layout, refs):
         wait(ring.at[slot])
 
 

@@ -76,6 +76,7 @@ class Refs:
     lse: Any  # float32 [2,queries,U,128]
     left: Any  # [U,(2 for digits) M,sides * width]: left operands of the first products
     gain: Any  # float32 [U,M,128]: k_gain times the queries' digit scale
+    logits: Any  # float32, or int32 for digits, [2,(2 for digits) M,C]: those that wait for their softmax
     top: Any  # float32 [U,M,128]: running maximum
     total: Any  # float32 [U,M,128]: running sum of weights, by lanes
     acc: Any  # float32 [U,M,width]: running sum of weighted values
@@ -85,10 +86,12 @@ class Refs:
     # with options
     sinks: Any = None  # float32 [U,I,128], in units of log 2
     slopes: Any = None  # float32 [U,M,128], in units of log 2
-    k_scale_hbm: Any = None  # float32 [S,blocks,U,parts,streams * team runs,C]
+    k_scale_hbm: Any = None  # float32 [N * scale rows,128], or [S,blocks,U,parts,streams * team runs,C]
     v_scale_hbm: Any = None
-    k_scale_ring: Any = None  # float32 [depth,U,parts,streams * team runs,C]
+    k_scale_ring: Any = None  # float32 [depth,pages * scale rows,128], or [depth,U,parts,streams * team runs,C]
     v_scale_ring: Any = None
+    k_scales: Any = None  # float32 [runs of a page,fold,block tiles,128]: those of the block attended, by columns
+    v_scales: Any = None
 
 
 def kernel(layout, options: Options, names: tuple[str, ...], *refs) -> None:

@@ -138,3 +138,25 @@ class Layout:
     def columns(self) -> int:
         """Columns of logits of a part."""
         return self.part_pages * self.run
+
+    @property
+    def scale_rows(self) -> int:
+        """Rows of 128 scales per token that a page has, if the kernel can take them as they lie; 0 if it cannot.
+
+        It can if a run's scales lie in one such row, or fill some, and its columns fill registers.
+        """
+        scales = self.kv_heads * self.page_size
+        in_one = LANES % (self.run * self.fold) == 0
+        fill_some = self.fold == 1 and self.run % LANES == 0
+        fits = scales % LANES == 0 and self.columns % LANES == 0 and (in_one or fill_some)
+        return scales // LANES if fits else 0
+
+    @property
+    def run_tiles(self) -> int:
+        """Registers of columns that a run fills, 0 if it does not fill one."""
+        return self.run // LANES
+
+    @property
+    def block_tiles(self) -> int:
+        """Registers of columns that the runs of a block fill."""
+        return self.pages * self.run // LANES

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.paged_attention.tpu_layout import LANES
@@ -148,16 +149,56 @@ def widen(x: jax.Array, width: int) -> jax.Array:
     return x[:, :width] if width <= LANES else jnp.concatenate([x] * (width // LANES), axis=1)
 
 
-def token_scale(layout, refs, ring, slot: jax.Array, part: int, team: int, tile: slice) -> jax.Array:
-    """The scales of a tile's tokens, by rows of logits or broadcastable to them."""
-    rows = [ring[slot, team, part, i : i + 1, tile] for i in range(layout.streams * layout.team_runs)]
+def arrange_scales(layout, ring, slot: jax.Array, target) -> None:
+    """Moves a block's scales per token from rows of a page each, [K * B] along the lanes, to rows of 128 columns each.
+
+    With C pages to 128 columns, row i of the target takes its lanes, a C-th from each, from pages C i to C i + C - 1.
+    """
+    per_tile = LANES // layout.run
+    shape = (layout.block_tiles, LANES)
+    lane = lax.broadcasted_iota(jnp.int32, shape, 1)
+    column = lane & (layout.run - 1)
+    slot_bits = layout.slots.bit_length() - 1
+    within = (column >> slot_bits) * layout.page_size + (column & (layout.slots - 1)) * layout.fold
+    for run in range(layout.kv_heads // layout.mixed):
+        row, base = divmod(run * layout.run * layout.fold, LANES)
+        rows = [
+            ring[slot, pl.ds(i * layout.scale_rows + row, layout.block_tiles, stride=per_tile * layout.scale_rows), :]
+            for i in range(per_tile)
+        ]
+        for fold in range(layout.fold):
+            picked = [jnp.take_along_axis(x, base + within + fold, axis=1) for x in rows]
+            result = picked[0]
+            for i in range(1, per_tile):
+                result = jnp.where(lane >= i * layout.run, picked[i], result)
+            target[run, fold] = result
+
+
+def token_scale(layout, refs, side: str, slot: jax.Array, part: int, team: int, tile: slice) -> jax.Array:
+    """The scales of a tile's tokens, one for each logit."""
+    ring, arranged = getattr(refs, f"{side}_scale_ring"), getattr(refs, f"{side}_scales")
+
+    def row(half, fold, side):
+        """float32 [1, columns of the tile]"""
+        if not layout.scale_rows:
+            place = (half * layout.fold + fold) * layout.team_runs + side
+            return ring[slot, team, part, place : place + 1, tile]
+        run = team * layout.team_runs + side
+        of_block = ((half * layout.parts + part) * layout.columns + tile.start) // LANES
+        if arranged is not None:
+            return arranged[run, fold, of_block : of_block + 1, :]
+        page, of_run = divmod(of_block, layout.run_tiles)
+        place = page * layout.scale_rows + run * layout.run_tiles + of_run
+        return ring[slot, place : place + 1, :]
+
     streams = []
-    for stream in range(layout.streams):
-        x = rows[stream * layout.team_runs]
-        if layout.team_runs == 2:
-            second = refs.row_facts[SECOND, : layout.lines, : tile.stop - tile.start] == 1
-            x = jnp.where(second, rows[stream * layout.team_runs + 1], x)
-        streams.append(jnp.broadcast_to(x, (layout.lines, x.shape[1])))
+    for half in range(layout.halves):
+        for fold in range(layout.fold):
+            x = row(half, fold, 0)
+            if layout.team_runs == 2:
+                second = refs.row_facts[SECOND, : layout.lines, : x.shape[1]] == 1
+                x = jnp.where(second, row(half, fold, 1), x)
+            streams.append(jnp.broadcast_to(x, (layout.lines, x.shape[1])))
     return streams[0] if len(streams) == 1 else jnp.concatenate(streams, axis=0)
 
 
@@ -191,7 +232,7 @@ def bend(layout, options, refs, x: jax.Array, slot, part: int, team: int, tile: 
     """
     lanes = slice(0, tile.stop - tile.start)
     if refs.k_scale_ring is not None:
-        x = x * token_scale(layout, refs, refs.k_scale_ring, slot, part, team, tile)
+        x = x * token_scale(layout, refs, "k", slot, part, team, tile)
     if options.soft_cap is not None:
         x = jnp.tanh(x) * (options.soft_cap * LOG2_E)
     column = refs.column_facts[0, :, tile]
@@ -221,15 +262,30 @@ def own_lanes(layout, refs, x: jax.Array) -> jax.Array:
 def attend_block(layout, options, refs, slot, block, job, masked: bool, pieces: list[Callable[[], None]]) -> None:
     """Adds a block to the running softmax of every team, and calls the pieces in between.
 
+    The program order is already that of a pipeline, since the compiler keeps close to it: the logits of a step are
+    multiplied while the softmax of the step before waits for its own results.
+
     Args:
         masked: whether some token of the block is not seen by some query.
     """
+    for ring, arranged in ((refs.k_scale_ring, refs.k_scales), (refs.v_scale_ring, refs.v_scales)):
+        if arranged is not None:
+            arrange_scales(layout, ring, slot, arranged)
+    facts = [find_facts(layout, options, refs, block, part, job, masked) for part in range(layout.parts)]
     steps = [(part, team) for part in range(layout.parts) for team in range(layout.teams)]
+
+    def multiply(i):
+        part, team = steps[i]
+        keys = keep(right_side(layout, refs.k_ring, slot, part, team), facts[part].k_words)
+        refs.logits[i & 1] = product(refs.left[team], keys, BY_ROWS)
+
+    multiply(0)
     for i, (part, team) in enumerate(steps):
-        if team == 0:
-            facts = find_facts(layout, options, refs, block, part, job, masked)
-        some = pieces[-(-len(pieces) * i // len(steps)) : -(-len(pieces) * (i + 1) // len(steps))]
-        attend_part(layout, options, refs, slot, part, team, facts, some)
+        if i + 1 < len(steps):
+            multiply(i + 1)
+        for piece in pieces[-(-len(pieces) * i // len(steps)) : -(-len(pieces) * (i + 1) // len(steps))]:
+            piece()
+        absorb(layout, options, refs, slot, part, team, refs.logits[i & 1], facts[part])
 
 
 class Facts(NamedTuple):
@@ -263,12 +319,8 @@ def find_facts(layout, options, refs, block, part: int, job, masked: bool) -> Fa
     return Facts(find_bounds(layout, options, refs, first, job), away, k_words, v_words)
 
 
-def attend_part(layout, options, refs, slot, part: int, team: int, facts: Facts, pieces) -> None:
-    """Adds a part of a block to the running softmax of one team."""
-    keys = keep(right_side(layout, refs.k_ring, slot, part, team), facts.k_words)
-    logits = product(refs.left[team], keys, BY_ROWS)
-    for piece in pieces:
-        piece()
+def absorb(layout, options, refs, slot, part: int, team: int, logits: jax.Array, facts: Facts) -> None:
+    """Adds a part of a block to the running softmax of one team, given its raw logits."""
     gain = refs.k_gain[team]
     if layout.digits:
         logits = (logits[: layout.height] * int(DIGIT) + logits[layout.height :]).astype(jnp.float32)
@@ -285,7 +337,7 @@ def attend_part(layout, options, refs, slot, part: int, team: int, facts: Facts,
     refs.total[team] = refs.total[team] * shrink + add_tiles(weights)
     if refs.v_scale_ring is not None:
         for i, tile in enumerate(column_tiles(layout)):
-            scale = token_scale(layout, refs, refs.v_scale_ring, slot, part, team, tile)
+            scale = token_scale(layout, refs, "v", slot, part, team, tile)
             if facts.bounds is not None or layout.mixed > 1:  # the scale of a dead token may be anything
                 scale = jnp.where(weights[i] > 0, scale, 0.0)
             weights[i] = weights[i] * scale
