@@ -10,16 +10,30 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Shaped, UInt32
 
 from pallas_kernels import platforms
-from pallas_kernels.paged_attention import arguments, reference, tpu, xla
+from pallas_kernels.paged_attention import arguments, mosaic_gpu, reference, tpu, triton_gpu, xla
 from pallas_kernels.paged_attention.arguments import Call, check_tables
 from pallas_kernels.paged_attention.states import merge_states
 from pallas_kernels.paged_attention.tree import pack_tree_mask
+from pallas_kernels.paged_attention.vjp import differentiable_paged_attention
 
-__all__ = ["IMPLEMENTATIONS", "check_tables", "merge_states", "pack_tree_mask", "paged_attention"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "check_tables",
+    "differentiable_paged_attention",
+    "merge_states",
+    "pack_tree_mask",
+    "paged_attention",
+]
 
 # Best first. Each module has ``refuses(call) -> reason or None`` and ``attend(call) -> (out, lse)``, and ``PLATFORM``
 # if it is for one only.
-IMPLEMENTATIONS: dict[str, ModuleType] = {"tpu": tpu, "xla": xla, "reference": reference}
+IMPLEMENTATIONS: dict[str, ModuleType] = {
+    "tpu": tpu,
+    "mosaic_gpu": mosaic_gpu,
+    "triton_gpu": triton_gpu,
+    "xla": xla,
+    "reference": reference,
+}
 
 
 def paged_attention(
@@ -76,8 +90,8 @@ def paged_attention(
             break it are undefined.
         return_lse: also return the natural log-sum-exp of the logits (sinks included), for ``merge_states``.
         implementation: a name in ``IMPLEMENTATIONS``; None takes the first that can do the call on the platform of the
-            mesh in use, or else of this machine. Only "reference" has
-            derivatives: the loops of "xla" stop when they should, which reverse mode cannot follow.
+            mesh in use, or else of this machine. Only "reference" has derivatives by itself: the loops of "xla" stop
+            when they should, which reverse mode cannot follow. ``differentiable_paged_attention`` has them with any.
 
     Returns:
         Output in q's dtype, computed in float32; with ``return_lse`` also the lse, float32. A query that sees nothing,

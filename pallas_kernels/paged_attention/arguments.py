@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.arguments import require, require_array
+
 QUERY_DTYPES = ("float32", "bfloat16", "float16", "float64")
 FLOAT_PAGES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 CODED_PAGES = ("int8", "uint8")  # uint8 is int4, two to a byte along the head; both mean nothing without a scale
@@ -66,21 +68,6 @@ class Call:
     def group_size(self) -> int:
         """Query heads that share one KV head."""
         return self.q.shape[1] // self.k_pages.shape[1]
-
-
-def require(kept: bool, name: str, value: object, rule: str) -> None:
-    """Raises ValueError naming the argument, what was seen, and the rule, unless the rule is kept."""
-    if not kept:
-        raise ValueError(f"{name}: {rule}; got {value}")
-
-
-def require_array(name: str, x: object, rank: int, dtypes: tuple[str, ...]) -> None:
-    """Raises TypeError unless ``x`` is an array of one of ``dtypes``, ValueError unless it has ``rank`` axes."""
-    if not isinstance(x, (jax.Array, np.ndarray)):
-        raise TypeError(f"{name}: must be an array; got {type(x).__name__}")
-    if x.dtype.name not in dtypes:
-        raise TypeError(f"{name}: dtype must be one of {', '.join(dtypes)}; got {x.dtype.name}")
-    require(x.ndim == rank, name, f"shape {tuple(x.shape)}", f"must have {rank} axes")
 
 
 def head_size(pages: jax.Array) -> int:
