@@ -123,7 +123,7 @@ def scale_for(largest: Float32[Array, "*shape"], fmt: PageFormat) -> Float32[Arr
     top = np.nextafter(np.float32(np.finfo(np.float32).max / np.float32(fmt.max_value)), np.float32(0))
     scale = jnp.clip(largest / fmt.max_value, _SMALLEST_SCALE, top)
     scale = jnp.where(largest == 0, 1.0, scale)
-    return jnp.where(jnp.isfinite(largest), scale, largest)
+    return jnp.where(largest < jnp.inf, scale, largest)
 
 
 def quantise(

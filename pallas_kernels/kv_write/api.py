@@ -8,7 +8,7 @@ import jax
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from pallas_kernels import implementations
-from pallas_kernels.kv_write import arguments, reference, tpu, xla
+from pallas_kernels.kv_write import arguments, mosaic_gpu, reference, tpu, xla
 from pallas_kernels.kv_write.arguments import Call
 from pallas_kernels.pages import PageFormat
 
@@ -16,7 +16,7 @@ __all__ = ["IMPLEMENTATIONS", "kv_write"]
 
 # Best first. Each module has ``refuses(call) -> reason or None`` and ``write(call) -> [(pages, scale) of each side]``,
 # and ``PLATFORM`` if it is for one only.
-IMPLEMENTATIONS: dict[str, ModuleType] = {"tpu": tpu, "xla": xla, "reference": reference}
+IMPLEMENTATIONS: dict[str, ModuleType] = {"tpu": tpu, "mosaic_gpu": mosaic_gpu, "xla": xla, "reference": reference}
 
 Written = tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]
 

@@ -11,14 +11,14 @@ from jaxtyping import Array, Int32, Shaped
 
 from pallas_kernels import implementations
 from pallas_kernels.arguments import require
-from pallas_kernels.page_copy import arguments, reference, tpu, xla
+from pallas_kernels.page_copy import arguments, mosaic_gpu, reference, tpu, xla
 from pallas_kernels.page_copy.arguments import Call
 
 __all__ = ["IMPLEMENTATIONS", "copy_pages", "put_pages", "take_pages"]
 
 # Best first. Each module has ``refuses(call) -> reason or None``; ``copy(call)`` and ``put(call)``, which return the
 # pool, and ``take(call)``, which returns the content; and ``PLATFORM`` if it is for one only.
-IMPLEMENTATIONS: dict[str, ModuleType] = {"tpu": tpu, "xla": xla, "reference": reference}
+IMPLEMENTATIONS: dict[str, ModuleType] = {"tpu": tpu, "mosaic_gpu": mosaic_gpu, "xla": xla, "reference": reference}
 
 
 def copy_pages(

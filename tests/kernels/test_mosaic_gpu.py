@@ -8,34 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from pallas_kernels.paged_attention import mosaic_gpu
 from pallas_kernels.paged_attention.api import paged_attention
 from tests.kernels.cases import FILLERS, MIXED, OPTIONS, Built, Case, build, sinks, slopes
+from tests.kernels.gpu_interpreter import OLD, interpreter, mesh, new_jax
 from tests.kernels.suite import Arrays, AttentionSuite, assert_same_bits, replaced
-
-OLD = jax.__version_info__ < (0, 11, 2)
-new_jax = pytest.mark.skipif(OLD, reason="the kernels need jax 0.11.2")
 
 BFLOAT16 = ("bfloat16", "none")
 DECODE = ((1, 9), (0, 0), (1, 1), (1, 530), (1, 0), (1, 129))
 TOGETHER = {"window": 9, "soft_cap": 1.1, "alibi_slopes": slopes(12), "sinks": sinks(12), "scale": 0.2}
 # Tensor cores multiply 16-bit numbers: a float32 case of the suite is run on its queries, keys and values as bfloat16.
 AS_BFLOAT16 = {"float32": BFLOAT16, "bfloat16": BFLOAT16, "float16": ("float16", "none")}
-
-
-def mesh(kind: str):
-    """What makes traced code be for a GPU of this kind."""
-    device = AbstractDevice(device_kind=kind, num_cores=1, platform="gpu")
-    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device))
 
 
 class MosaicSuite(AttentionSuite):
@@ -60,10 +50,7 @@ class MosaicSuite(AttentionSuite):
         )
 
     def run(self, built: Built) -> Arrays:
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
-        raises = {"on_race": "raise"} if "on_race" in inspect.signature(plgpu.InterpretGPUParams).parameters else {}
-        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True, **raises)):
+        with interpreter():
             return super().run(built)
 
     def check(self, case: Case) -> Arrays:
