@@ -20,12 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int, Shaped
 
-from pallas_kernels.kv_write.api import kv_write
-from pallas_kernels.page_copy import api as page_copy
 from pallas_kernels.pages import PageFormat, dequantise, dynamic_scale, quantise
+from paxkv.cache import transfer
 from paxkv.cache.layout import PageLayout
-
-LEAVES = ("k", "v", "k_scale", "v_scale")
 
 
 @jax.tree_util.register_dataclass
@@ -108,27 +105,19 @@ def write(
     """
     _check_rows(pages, layer, k, v, slots)
     layer, slots = jnp.asarray(layer, jnp.int32), jnp.asarray(slots).astype(jnp.int32)
-    num_layers, num_pages, _, page_size = pages.k.shape[:4]
-    here = (slots >= 0) & (slots < num_pages * page_size) & (layer >= 0) & (layer < num_layers)
-    slots = jnp.where(here, slots + layer * (num_pages * page_size), -1)
-
-    def scale_of(scale: Array | None, fmt: PageFormat) -> Array | None:
-        return _flat(scale) if scale is None or fmt.scale == "token" else scale[layer]
-
-    layout = pages.layout
-    written = kv_write(
-        _flat(pages.k),
-        _flat(pages.v),
-        k,
-        v,
-        slots,
-        k_format=layout.k_format,
-        v_format=layout.v_format if layout.has_values else None,
-        k_scale=scale_of(pages.k_scale, layout.k_format),
-        v_scale=scale_of(pages.v_scale, layout.v_format),
-    )
-    new = dict(zip(LEAVES, written, strict=True))
-    return dataclasses.replace(pages, **{name: new[name].reshape(leaf.shape) for name, leaf in _paged(pages).items()})
+    new = {}
+    for side, rows in (("k", k), ("v", v)):
+        if rows is None:
+            continue
+        fmt = _format(pages, side)
+        pool, scale = getattr(pages, side), getattr(pages, f"{side}_scale")
+        if fmt.scale == "token":
+            row_scale = dynamic_scale(rows, fmt)
+            new[f"{side}_scale"] = transfer.store_rows(scale, layer, row_scale, slots)
+        else:
+            row_scale = None if scale is None else scale[layer, 0, :, 0]
+        new[side] = transfer.store_rows(pool, layer, quantise(rows, fmt, row_scale), slots)
+    return dataclasses.replace(pages, **new)
 
 
 def gather(
@@ -166,17 +155,14 @@ def copy_pages(pages: KVPages, src: Int[Array, " C"], dst: Int[Array, " C"]) -> 
     src, dst = jnp.asarray(src).astype(jnp.int32), jnp.asarray(dst).astype(jnp.int32)
     if src.ndim != 1 or src.shape != dst.shape:
         raise ValueError(f"src and dst must both be [C], got {list(src.shape)} and {list(dst.shape)}")
-    leaves = _paged(pages)
-    copied = page_copy.copy_pages(list(leaves.values()), src, dst)
-    return dataclasses.replace(pages, **dict(zip(leaves, copied, strict=True)))
+    return dataclasses.replace(pages, **_paged(pages, lambda _, pool: transfer.copy_within(pool, src, dst)))
 
 
 def swap_out(pages: KVPages, ids: Int[Array, " C"]) -> PageContent:
     """What the pages ``ids`` hold, as stored (paper section 4.5). Pages outside [0, N) read as zeros."""
     ids = jnp.asarray(ids).astype(jnp.int32)
-    leaves = _paged(pages)
-    taken = page_copy.take_pages(list(leaves.values()), ids)
-    return PageContent(**{**dict.fromkeys(LEAVES), **dict(zip(leaves, taken, strict=True))})
+    taken = _paged(pages, lambda _, pool: transfer.take_pages(pool, ids))
+    return PageContent(**{field.name: taken.get(field.name) for field in dataclasses.fields(PageContent)})
 
 
 def swap_in(pages: KVPages, ids: Int[Array, " C"], content: PageContent) -> KVPages:
@@ -189,14 +175,14 @@ def swap_in(pages: KVPages, ids: Int[Array, " C"], content: PageContent) -> KVPa
     """
     ids = jnp.asarray(ids).astype(jnp.int32)
 
-    leaves = _paged(pages)
-    for name, pool in leaves.items():
+    def put(name: str, pool: Array) -> Array:
         rows, want = getattr(content, name), (ids.shape[0], pool.shape[0], *pool.shape[2:])
         if rows is None or rows.shape != want or rows.dtype != pool.dtype:
             got = "nothing" if rows is None else f"{rows.dtype} {list(rows.shape)}"
             raise ValueError(f"{name} of the content must be {pool.dtype} {list(want)} for these ids, got {got}")
-    put = page_copy.put_pages(list(leaves.values()), ids, [getattr(content, name) for name in leaves])
-    return dataclasses.replace(pages, **dict(zip(leaves, put, strict=True)))
+        return transfer.put_pages(pool, ids, rows)
+
+    return dataclasses.replace(pages, **_paged(pages, put))
 
 
 def specs(layout: PageLayout, axis: str | None) -> KVPages:
@@ -204,7 +190,7 @@ def specs(layout: PageLayout, axis: str | None) -> KVPages:
     or with a mesh for ``jax.jit`` shardings. Without values (an MLA latent) every device holds all of it.
     """
     heads = jax.sharding.PartitionSpec(None, None, axis if layout.has_values else None)
-    leaves = dict.fromkeys(LEAVES)
+    leaves = dict.fromkeys(("k", "v", "k_scale", "v_scale"))
     for side, _, fmt in layout.sides:
         leaves[side] = heads
         if fmt.quantised:
@@ -212,17 +198,16 @@ def specs(layout: PageLayout, axis: str | None) -> KVPages:
     return KVPages(**leaves, layout=layout)
 
 
-def _paged(pages: KVPages) -> dict[str, Array]:
-    """The leaves that have pages, by name; static scales have none."""
+def _format(pages: KVPages, side: str) -> PageFormat:
+    return pages.layout.k_format if side == "k" else pages.layout.v_format
+
+
+def _paged(pages: KVPages, function) -> dict[str, Array]:
+    """``function(name, leaf)`` of every leaf that has pages; static scales have none."""
     names = []
     for side, _, fmt in pages.layout.sides:
         names += (side, f"{side}_scale") if fmt.scale == "token" else (side,)
-    return {name: getattr(pages, name) for name in names}
-
-
-def _flat(leaf: Array | None) -> Array | None:
-    """All layers' pages in one row, [L*N,...]; moves nothing."""
-    return None if leaf is None else leaf.reshape(-1, *leaf.shape[2:])
+    return {name: function(name, getattr(pages, name)) for name in names}
 
 
 def _initial_scale(layout: PageLayout, side: str, fmt: PageFormat, given, fill: float) -> Array | None:
