@@ -20,9 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int, Shaped
 
+from pallas_kernels.page_copy import api as page_copy
 from pallas_kernels.pages import PageFormat, dequantise, dynamic_scale, quantise
-from paxkv.cache import transfer
+from pallas_kernels.rows import store
 from paxkv.cache.layout import PageLayout
+
+LEAVES = ("k", "v", "k_scale", "v_scale")
 
 
 @jax.tree_util.register_dataclass
@@ -105,18 +108,15 @@ def write(
     """
     _check_rows(pages, layer, k, v, slots)
     layer, slots = jnp.asarray(layer, jnp.int32), jnp.asarray(slots).astype(jnp.int32)
-    new = {}
-    for side, rows in (("k", k), ("v", v)):
-        if rows is None:
-            continue
-        fmt = _format(pages, side)
-        pool, scale = getattr(pages, side), getattr(pages, f"{side}_scale")
+    new, given = {}, {"k": k, "v": v}
+    for side, _, fmt in pages.layout.sides:
+        rows, pool, scale = given[side], getattr(pages, side), getattr(pages, f"{side}_scale")
         if fmt.scale == "token":
             row_scale = dynamic_scale(rows, fmt)
-            new[f"{side}_scale"] = transfer.store_rows(scale, layer, row_scale, slots)
+            new[f"{side}_scale"] = store(scale, row_scale, slots, layer)
         else:
             row_scale = None if scale is None else scale[layer, 0, :, 0]
-        new[side] = transfer.store_rows(pool, layer, quantise(rows, fmt, row_scale), slots)
+        new[side] = store(pool, quantise(rows, fmt, row_scale), slots, layer)
     return dataclasses.replace(pages, **new)
 
 
@@ -155,14 +155,17 @@ def copy_pages(pages: KVPages, src: Int[Array, " C"], dst: Int[Array, " C"]) -> 
     src, dst = jnp.asarray(src).astype(jnp.int32), jnp.asarray(dst).astype(jnp.int32)
     if src.ndim != 1 or src.shape != dst.shape:
         raise ValueError(f"src and dst must both be [C], got {list(src.shape)} and {list(dst.shape)}")
-    return dataclasses.replace(pages, **_paged(pages, lambda _, pool: transfer.copy_within(pool, src, dst)))
+    leaves = _paged(pages)
+    copied = page_copy.copy_pages(list(leaves.values()), src, dst)
+    return dataclasses.replace(pages, **dict(zip(leaves, copied, strict=True)))
 
 
 def swap_out(pages: KVPages, ids: Int[Array, " C"]) -> PageContent:
     """What the pages ``ids`` hold, as stored (paper section 4.5). Pages outside [0, N) read as zeros."""
     ids = jnp.asarray(ids).astype(jnp.int32)
-    taken = _paged(pages, lambda _, pool: transfer.take_pages(pool, ids))
-    return PageContent(**{field.name: taken.get(field.name) for field in dataclasses.fields(PageContent)})
+    leaves = _paged(pages)
+    taken = page_copy.take_pages(list(leaves.values()), ids)
+    return PageContent(**{**dict.fromkeys(LEAVES), **dict(zip(leaves, taken, strict=True))})
 
 
 def swap_in(pages: KVPages, ids: Int[Array, " C"], content: PageContent) -> KVPages:
@@ -175,14 +178,14 @@ def swap_in(pages: KVPages, ids: Int[Array, " C"], content: PageContent) -> KVPa
     """
     ids = jnp.asarray(ids).astype(jnp.int32)
 
-    def put(name: str, pool: Array) -> Array:
+    leaves = _paged(pages)
+    for name, pool in leaves.items():
         rows, want = getattr(content, name), (ids.shape[0], pool.shape[0], *pool.shape[2:])
         if rows is None or rows.shape != want or rows.dtype != pool.dtype:
             got = "nothing" if rows is None else f"{rows.dtype} {list(rows.shape)}"
             raise ValueError(f"{name} of the content must be {pool.dtype} {list(want)} for these ids, got {got}")
-        return transfer.put_pages(pool, ids, rows)
-
-    return dataclasses.replace(pages, **_paged(pages, put))
+    put = page_copy.put_pages(list(leaves.values()), ids, [getattr(content, name) for name in leaves])
+    return dataclasses.replace(pages, **dict(zip(leaves, put, strict=True)))
 
 
 def specs(layout: PageLayout, axis: str | None) -> KVPages:
@@ -190,7 +193,7 @@ def specs(layout: PageLayout, axis: str | None) -> KVPages:
     or with a mesh for ``jax.jit`` shardings. Without values (an MLA latent) every device holds all of it.
     """
     heads = jax.sharding.PartitionSpec(None, None, axis if layout.has_values else None)
-    leaves = dict.fromkeys(("k", "v", "k_scale", "v_scale"))
+    leaves = dict.fromkeys(LEAVES)
     for side, _, fmt in layout.sides:
         leaves[side] = heads
         if fmt.quantised:
@@ -198,16 +201,12 @@ def specs(layout: PageLayout, axis: str | None) -> KVPages:
     return KVPages(**leaves, layout=layout)
 
 
-def _format(pages: KVPages, side: str) -> PageFormat:
-    return pages.layout.k_format if side == "k" else pages.layout.v_format
-
-
-def _paged(pages: KVPages, function) -> dict[str, Array]:
-    """``function(name, leaf)`` of every leaf that has pages; static scales have none."""
+def _paged(pages: KVPages) -> dict[str, Array]:
+    """The leaves that have pages, by name; static scales have none."""
     names = []
     for side, _, fmt in pages.layout.sides:
         names += (side, f"{side}_scale") if fmt.scale == "token" else (side,)
-    return {name: function(name, getattr(pages, name)) for name in names}
+    return {name: getattr(pages, name) for name in names}
 
 
 def _initial_scale(layout: PageLayout, side: str, fmt: PageFormat, given, fill: float) -> Array | None:
