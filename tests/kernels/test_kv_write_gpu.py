@@ -12,7 +12,7 @@ import pytest
 from pallas_kernels.kv_write import mosaic_gpu
 from pallas_kernels.kv_write.api import kv_write
 from pallas_kernels.pages import PageFormat
-from tests.kernels.gpu_interpreter import OLD, interpreter, mesh, new_jax
+from tests.kernels.devices import OLD, gpu_interpreter, mesh, new_jax
 from tests.kernels.kv_write_suite import FORMATS, Case, KvWriteSuite
 
 NATIVE = [kind for kind in FORMATS if kind[0] in mosaic_gpu.PAGE_DTYPES]
@@ -27,7 +27,7 @@ class MosaicSuite(KvWriteSuite):
         return dataclasses.replace(case, size=size, v_size=v_size)
 
     def run(self, sides, slots):
-        with interpreter():
+        with gpu_interpreter():
             return super().run(sides, slots)
 
     @pytest.mark.parametrize("kind", NATIVE, ids=str)
@@ -81,5 +81,5 @@ def test_it_is_chosen_where_it_was_built_for(chip, kernels):
     def call(pages, scale, rows, slots):
         return kv_write(pages, pages, rows, rows, slots, k_format=fmt, k_scale=scale, v_scale=scale)
 
-    with mesh(chip) if chip else contextlib.nullcontext():
+    with mesh(chip, "gpu") if chip else contextlib.nullcontext():
         assert str(jax.jit(call).trace(pages, scale, rows, slots).jaxpr).count("name=kv_write_") == kernels

@@ -2,39 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from pallas_kernels.kv_write import tpu
 from pallas_kernels.kv_write.api import kv_write
 from pallas_kernels.pages import PageFormat
+from tests.kernels.devices import mesh, tpu_interpreter
 from tests.kernels.kv_write_suite import FORMATS, NONE, Case, KvWriteSuite
 
 BFLOAT16 = ("bfloat16", NONE)
 NATIVE = [kind for kind in FORMATS if kind[0] in tpu.PAGE_DTYPES]
-
-
-@contextlib.contextmanager
-def interpreter():
-    try:
-        with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True, out_of_bounds_reads="raise")):
-            yield
-    except Exception:
-        pltpu.reset_tpu_interpret_mode_state()
-        raise
-
-
-def chip_mesh(kind: str) -> contextlib.AbstractContextManager:
-    """What makes traced code be for a TPU of this kind."""
-    device = AbstractDevice(device_kind=kind, num_cores=1, platform="tpu")
-    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device))
 
 
 class TpuSuite(KvWriteSuite):
@@ -46,7 +28,7 @@ class TpuSuite(KvWriteSuite):
         return dataclasses.replace(case, size=size, v_size=v_size)
 
     def run(self, sides, slots):
-        with interpreter():
+        with tpu_interpreter():
             return super().run(sides, slots)
 
     @pytest.mark.parametrize("kind", NATIVE, ids=str)
@@ -116,7 +98,7 @@ def kernels_in(kind: tuple[str, str], implementation: str | None = None, **shape
 @pytest.mark.parametrize("kind", [kind for kind in NATIVE if kind[0] in ("bfloat16", "float8_e4m3fn", "int8")], ids=str)
 @pytest.mark.parametrize("chip", ["TPU v5 lite", "TPU v6 lite", "TPU7x"])
 def test_what_it_must_do_it_is_chosen_for(size, page_size, kind, chip):
-    with chip_mesh(chip):
+    with mesh(chip, "tpu"):
         assert kernels_in(kind, shape=(64, 8, page_size, size)) == 1
 
 
@@ -138,7 +120,7 @@ def test_it_is_chosen_on_tpus_alone():
 def test_what_it_refuses_it_explains(kind, shapes, reason):
     with pytest.raises(ValueError, match=f"tpu cannot do this call: .*{reason}"):
         kernels_in(kind, "tpu", **shapes)
-    with chip_mesh("TPU v6 lite"):
+    with mesh("TPU v6 lite", "tpu"):
         assert kernels_in(kind, **shapes) == 0
 
 
@@ -150,7 +132,7 @@ def test_derivatives():
     def total(k_pages, k):
         return (kv_write(k_pages, None, k, None, slots, k_format=PageFormat(), implementation="tpu")[0] * weights).sum()
 
-    with interpreter():
+    with tpu_interpreter():
         of_pages, of_rows = jax.grad(total, (0, 1))(pages, rows)
     want = weights.copy()
     want[0, 0, 3] = 0

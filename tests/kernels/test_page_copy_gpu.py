@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.page_copy.api import copy_pages, put_pages, take_pages
-from tests.kernels.gpu_interpreter import OLD, interpreter, new_jax
+from tests.kernels.devices import OLD, gpu_interpreter, new_jax
 from tests.kernels.page_copy_suite import PageCopySuite, Shapes, assert_same_bits, build
 
 
@@ -15,7 +15,7 @@ class MosaicSuite(PageCopySuite):
     examples = 3
 
     def run(self, *arguments):
-        with interpreter():
+        with gpu_interpreter():
             return super().run(*arguments)
 
 

@@ -8,21 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from pallas_kernels.page_copy.api import copy_pages, take_pages
+from tests.kernels.devices import mesh, tpu_interpreter
 from tests.kernels.page_copy_suite import DTYPES, PageCopySuite
-
-
-@contextlib.contextmanager
-def interpreter():
-    try:
-        with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True, out_of_bounds_reads="raise")):
-            yield
-    except Exception:
-        pltpu.reset_tpu_interpret_mode_state()
-        raise
 
 
 class TpuSuite(PageCopySuite):
@@ -30,7 +19,7 @@ class TpuSuite(PageCopySuite):
     examples = 3
 
     def run(self, *arguments):
-        with interpreter():
+        with tpu_interpreter():
             return super().run(*arguments)
 
     @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != "float16"])
@@ -68,8 +57,6 @@ def test_what_it_refuses_it_explains(pool, reason):
 def test_it_is_chosen_on_tpus_alone(chip, kernels):
     pool = [jax.ShapeDtypeStruct((2, 8, 4, 16, 128), jnp.int8), jax.ShapeDtypeStruct((2, 8, 4, 16), jnp.float32)]
     ids = jax.ShapeDtypeStruct((4,), jnp.int32)
-    device = chip and AbstractDevice(device_kind=chip, num_cores=1, platform="tpu")
-    mesh = AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh) if chip else contextlib.nullcontext():
+    with mesh(chip, "tpu") if chip else contextlib.nullcontext():
         for function, arguments in ((copy_pages, (pool, ids, ids)), (take_pages, (pool, ids))):
             assert str(jax.jit(function).trace(*arguments).jaxpr).count("pallas_call[") == kernels

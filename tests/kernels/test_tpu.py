@@ -13,34 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from pallas_kernels.paged_attention import tpu, tpu_blocks, tpu_chip
 from pallas_kernels.paged_attention.api import paged_attention
 from pallas_kernels.paged_attention.arguments import Call
 from pallas_kernels.paged_attention.tpu_blocks import Blocks
 from tests.kernels.cases import FILLERS, MIXED, OPTIONS, Built, Case, build, sinks, slopes
-from tests.kernels.suite import Arrays, AttentionSuite, assert_same_bits, replaced
+from tests.kernels.devices import mesh, tpu_interpreter
+from tests.kernels.suite import Arrays, AttentionSuite, WhereTaken, assert_same_bits, replaced
 
 BFLOAT16 = ("bfloat16", "none")
 DECODE = ((1, 9), (0, 0), (1, 1), (1, 128), (1, 300), (1, 0), (1, 129))
-
-
-@contextlib.contextmanager
-def interpreter():
-    try:
-        with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True, out_of_bounds_reads="raise")):
-            yield
-    except Exception:
-        pltpu.reset_tpu_interpret_mode_state()
-        raise
-
-
-def chip_mesh(kind: str) -> contextlib.AbstractContextManager:
-    """What makes traced code be for a TPU of this kind."""
-    device = AbstractDevice(device_kind=kind, num_cores=1, platform="tpu")
-    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device))
 
 
 class TpuSuite(AttentionSuite):
@@ -58,7 +41,7 @@ class TpuSuite(AttentionSuite):
         return dataclasses.replace(case, size=size, page_size=page_size, v_size=case.v_size and size)
 
     def run(self, built: Built) -> Arrays:
-        with interpreter():
+        with tpu_interpreter():
             return super().run(built)
 
 
@@ -116,7 +99,7 @@ class TestTpu(TpuSuite):
             query_dtype="bfloat16",
             options={"window": 33, "sinks": sinks(8)},
         )
-        with chip_mesh(kind):
+        with mesh(kind, "tpu"):
             self.check(case)
 
     def test_what_no_row_owns_changes_no_bit(self):
@@ -169,16 +152,8 @@ class TestTpu(TpuSuite):
 
 
 @pytest.mark.slow
-class TestWholeSuite(TpuSuite):
+class TestWholeSuite(WhereTaken, TpuSuite):
     """Everything, where the kernel takes it; skipped with its own words where it does not."""
-
-    def run(self, built: Built) -> Arrays:
-        try:
-            return super().run(built)
-        except ValueError as error:
-            if "tpu cannot do this call" in str(error):
-                pytest.skip(str(error))
-            raise
 
     def fit(self, case: Case) -> Case:
         return case if case.size in (80, 96, 192) else super().fit(case)
@@ -224,7 +199,7 @@ def make_call(rows: int = 4, columns: int = 8, **change) -> Call:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "int8"])
 @pytest.mark.parametrize("kind", ["TPU v5 lite", "TPU v6 lite", "TPU7x"])
 def test_what_it_must_do_is_not_refused(size, page_size, dtype, kind):
-    with chip_mesh(kind):
+    with mesh(kind, "tpu"):
         assert tpu.refuses(make_call(shape=(64, 8, page_size, size), dtype=dtype)) is None
 
 
@@ -265,6 +240,6 @@ def test_bad_block_sizes_are_named(sizes):
 @pytest.mark.parametrize(("kind", "kernels"), [(None, 0), ("TPU v5 lite", 1), ("TPU7x", 1)])
 def test_it_is_chosen_on_tpus_alone(kind, kernels):
     built = build(Case(((1, 9), (1, 20)), size=128, page_size=16, options={"max_query_len": 1}))
-    with chip_mesh(kind) if kind else contextlib.nullcontext():
+    with mesh(kind, "tpu") if kind else contextlib.nullcontext():
         traced = jax.jit(lambda *x: paged_attention(*x, max_query_len=1)).trace(*built.arguments)
     assert str(traced.jaxpr).count("pallas_call[") == kernels

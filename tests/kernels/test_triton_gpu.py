@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from pallas_kernels import pages
 from pallas_kernels.paged_attention import triton_gpu, triton_words
 from pallas_kernels.paged_attention.api import paged_attention
 from pallas_kernels.paged_attention.arguments import Call
 from tests.kernels.cases import DECODE, FORMATS, MIXED, Built, Case, build, select, sinks
+from tests.kernels.devices import mesh
 from tests.kernels.suite import TOLERANCE, Arrays, AttentionSuite, assert_same_bits, compiled, replaced
 
 BFLOAT16 = ("bfloat16", "none")
@@ -31,12 +31,6 @@ def quick(statics: tuple) -> jax.stages.Wrapped:
     """The op as the suite compiles it, but in half the time: what it computes is the same."""
     run = compiled("triton_gpu", statics).__wrapped__
     return jax.jit(run, compiler_options={"xla_backend_optimization_level": 0})
-
-
-def mesh(kind: str):
-    """What makes traced code be for a GPU of this kind."""
-    device = AbstractDevice(device_kind=kind, num_cores=1, platform="gpu")
-    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device))
 
 
 class TritonSuite(AttentionSuite):
@@ -196,7 +190,7 @@ def test_every_code_is_decoded_exactly(kind, unit, paired):
 def test_it_is_chosen_where_it_is_the_first_that_can(kind):
     """A tree mask, which Mosaic GPU does not take."""
     built = build(Case(((4, 20), (1, 9)), tree=True))
-    with mesh(f"NVIDIA {kind}"):
+    with mesh(f"NVIDIA {kind}", "gpu"):
         traced = jax.jit(functools.partial(paged_attention, **built.options)).trace(*built.arguments)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "xla.gpu.triton" in text and "paged_attend_m" in text
