@@ -24,3 +24,11 @@ def require_array(name: str, x: object, rank: int, dtypes: tuple[str, ...]) -> N
 def require_shape(name: str, x: jax.Array, shape: tuple[int, ...], what: str) -> None:
     """Raises ValueError unless ``x`` has this shape; ``what`` says what the shape is."""
     require(tuple(x.shape) == tuple(shape), name, f"shape {tuple(x.shape)}", f"must be {what} = {tuple(shape)}")
+
+
+def check_values(v_pages: object, k_pages: jax.Array) -> None:
+    """Checks that the pages of values go with those of keys; each side's own rules are checked apart."""
+    if not hasattr(v_pages, "shape"):
+        raise TypeError(f"v_pages: must be an array; got {type(v_pages).__name__}")
+    rule = f"must have the pages, heads and slots of k_pages, {tuple(k_pages.shape[:3])}"
+    require(v_pages.shape[:3] == k_pages.shape[:3], "v_pages", f"shape {tuple(v_pages.shape)}", rule)

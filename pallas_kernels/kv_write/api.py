@@ -8,6 +8,7 @@ import jax
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from pallas_kernels import implementations
+from pallas_kernels.arguments import check_values
 from pallas_kernels.kv_write import arguments, mosaic_gpu, reference, tpu, xla
 from pallas_kernels.kv_write.arguments import Call
 from pallas_kernels.pages import PageFormat
@@ -66,7 +67,7 @@ def kv_write(
     if v_pages is None:
         arguments.check_no_values(v=v, v_format=v_format, v_scale=v_scale)
     else:
-        arguments.check_values(v_pages, k_pages)
+        check_values(v_pages, k_pages)
         v_format = k_format if v_format is None else v_format
         sides.append(arguments.check_side("v", v, v_pages, v_scale, v_format, slots.shape[0]))
     call = Call(tuple(sides), slots)

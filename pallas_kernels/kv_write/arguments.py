@@ -111,11 +111,3 @@ def check_no_values(**given: object) -> None:
     """Checks that nothing is given for values that the pages do not hold."""
     for name, x in given.items():
         require(x is None, name, f"{type(x).__name__}", "must be None where v_pages is")
-
-
-def check_values(v_pages: object, k_pages: jax.Array) -> None:
-    """Checks that the pages of values go with those of keys; their own rules come with ``check_side``."""
-    if not hasattr(v_pages, "shape"):
-        raise TypeError(f"v_pages: must be an array; got {type(v_pages).__name__}")
-    rule = f"must have the pages, heads and slots of k_pages, {tuple(k_pages.shape[:3])}"
-    require(v_pages.shape[:3] == k_pages.shape[:3], "v_pages", f"shape {tuple(v_pages.shape)}", rule)

@@ -13,7 +13,6 @@ from pallas_kernels.kv_write.arguments import Call, Side
 from pallas_kernels.paged_attention import gpu_chip
 
 PLATFORM = "gpu"
-CAPABILITIES = (9, 10)
 PAGE_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 SIZES = (64, 128, 256)
 WARPS = 4  # of a program; each takes whole heads
@@ -23,11 +22,9 @@ MOST_PROGRAMS = 65535  # along an axis of a launch
 
 def refuses(call: Call) -> str | None:
     """Why this implementation cannot do the call, or None."""
-    if jax.__version_info__ < (0, 11, 2):
-        return f"it needs jax 0.11.2 or later; this is {jax.__version__}"
-    chip = gpu_chip.current()
-    if chip is not None and chip.capability[0] not in CAPABILITIES:
-        return f"it is built for compute capabilities {' and '.join(map(str, CAPABILITIES))}; this is {chip.name}"
+    reason = gpu_chip.refuses_mosaic()
+    if reason is not None:
+        return reason
     if call.num_tokens > MOST_PROGRAMS:
         return f"one launch writes at most {MOST_PROGRAMS} tokens; got {call.num_tokens}"
     for side in call.sides:

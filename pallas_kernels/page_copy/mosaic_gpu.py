@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from pallas_kernels import in_place
 from pallas_kernels.page_copy.arguments import Call
 from pallas_kernels.paged_attention import gpu_chip
-from pallas_kernels.paged_attention.mosaic_gpu import CAPABILITIES
 
 PLATFORM = "gpu"
 BATCH = 16  # pairs that taking and putting have in shared memory at a time; copying has all
@@ -27,11 +26,9 @@ MOST_PARTS = 65535  # along an axis of a launch
 
 def refuses(call: Call) -> str | None:
     """Why this implementation cannot do the call, or None."""
-    if jax.__version_info__ < (0, 11, 2):
-        return f"it needs jax 0.11.2 or later; this is {jax.__version__}"
-    chip = gpu_chip.current()
-    if chip is not None and chip.capability[0] not in CAPABILITIES:
-        return f"it is built for compute capabilities {' and '.join(map(str, CAPABILITIES))}; this is {chip.name}"
+    reason = gpu_chip.refuses_mosaic()
+    if reason is not None:
+        return reason
     for x in call.pool:
         if piece(page_size(x), x.dtype.itemsize, room(call)) is None:
             return f"{batch(call)} pieces of pages, in {ALIGNED} bytes, must fit in shared memory; got {list(x.shape)}"

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Shaped, UInt32
 
-from pallas_kernels import platforms
+from pallas_kernels import implementations
+from pallas_kernels.arguments import check_values
 from pallas_kernels.paged_attention import arguments, mosaic_gpu, reference, tpu, triton_gpu, xla
 from pallas_kernels.paged_attention.arguments import Call, check_tables
 from pallas_kernels.paged_attention.states import merge_states
@@ -104,9 +105,7 @@ def paged_attention(
     arguments.check_pages("k_pages", k_pages, k_scale, "k_scale")
     arguments.check_pages("v_pages", v_pages, v_scale, "v_scale")
     arguments.check_heads(q, k_pages)
-    shape = f"shape {tuple(v_pages.shape)}"
-    rule = f"must have the pages, heads and slots of k_pages, {tuple(k_pages.shape[:3])}"
-    arguments.require(v_pages.shape[:3] == k_pages.shape[:3], "v_pages", shape, rule)
+    check_values(v_pages, k_pages)
     heads = q.shape[1]
     default = 1.0 / math.sqrt(q.shape[2])
     causal = arguments.check_flag("causal", causal)
@@ -133,20 +132,10 @@ def paged_attention(
 
 
 def run(
-    call: Call, implementations: dict[str, ModuleType], implementation: str | None, return_lse: bool
+    call: Call, table: dict[str, ModuleType], implementation: str | None, return_lse: bool
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Runs a checked call on the implementation named, or on the first that can do it."""
     return_lse = arguments.check_flag("return_lse", return_lse)
-    if implementation is None:
-        here = [x for x in implementations.values() if getattr(x, "PLATFORM", None) in (None, platforms.current())]
-        chosen = next(module for module in here if module.refuses(call) is None)
-    else:
-        rule = f"must be one of {', '.join(implementations)}"
-        arguments.require(implementation in implementations, "implementation", implementation, rule)
-        chosen = implementations[implementation]
-        reason = chosen.refuses(call)
-        if reason is not None:
-            raise ValueError(f"implementation: {implementation} cannot do this call: {reason}")
-    out, lse = chosen.attend(call)
+    out, lse = implementations.choose(call, table, implementation).attend(call)
     out = out.astype(call.q.dtype)
     return (out, lse.astype(jnp.float32)) if return_lse else out

@@ -22,6 +22,10 @@ CAPABILITIES = {
     "B300": (10, 3),
 }
 
+# Major capabilities that kernels in Mosaic GPU are built for: Hopper and the Blackwell of data centres, whose cores
+# have 227 KiB of shared memory.
+MOSAIC = (9, 10)
+
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
@@ -51,6 +55,16 @@ def current() -> Chip | None:
     major, _, minor = capability.partition(".")
     known = major.isdigit() and minor.isdigit()
     return Chip(device.device_kind, (int(major), int(minor)) if known else named(device.device_kind))
+
+
+def refuses_mosaic() -> str | None:
+    """Why no kernel in Mosaic GPU can be built here, or None."""
+    if jax.__version_info__ < (0, 11, 2):
+        return f"it needs jax 0.11.2 or later; this is {jax.__version__}"
+    chip = current()
+    if chip is not None and chip.capability[0] not in MOSAIC:
+        return f"it is built for compute capabilities {' and '.join(map(str, MOSAIC))}; this is {chip.name}"
+    return None
 
 
 def named(kind: str) -> tuple[int, int]:

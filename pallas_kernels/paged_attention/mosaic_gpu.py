@@ -16,8 +16,6 @@ from pallas_kernels.paged_attention.gpu_columns import Launch
 from pallas_kernels.paged_attention.places import Places, locate
 
 PLATFORM = "gpu"
-CAPABILITIES = (9, 10)
-"""Major compute capabilities: Hopper and the Blackwell of data centres, whose cores have 227 KiB of shared memory."""
 SIZES = (64, 128, 256)
 UNITS = {
     "bfloat16": "bfloat16",
@@ -39,11 +37,9 @@ MOST_TILES = 65535  # of a launch
 
 def refuses(call: Call) -> str | None:
     """Why this implementation cannot do the call, or None."""
-    if jax.__version_info__ < (0, 11, 2):
-        return f"it needs jax 0.11.2 or later; this is {jax.__version__}"
-    chip = gpu_chip.current()
-    if chip is not None and chip.capability[0] not in CAPABILITIES:
-        return f"it is built for compute capabilities {' and '.join(map(str, CAPABILITIES))}; this is {chip.name}"
+    reason = gpu_chip.refuses_mosaic()
+    if reason is not None:
+        return reason
     if call.tree_mask is not None:
         return "it has no tree masks"
     if call.v_pages is None:
