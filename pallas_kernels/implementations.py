@@ -11,6 +11,11 @@ from pallas_kernels import platforms
 from pallas_kernels.arguments import require
 
 
+def here(table: dict[str, ModuleType]) -> dict[str, ModuleType]:
+    """The part of a table that is for the platform of the mesh in use, or else of this machine."""
+    return {name: x for name, x in table.items() if getattr(x, "PLATFORM", None) in (None, platforms.current())}
+
+
 def choose(call: object, table: dict[str, ModuleType], name: str | None) -> ModuleType:
     """The implementation named, or the first of the table that is for this platform and can do the call.
 
@@ -24,8 +29,7 @@ def choose(call: object, table: dict[str, ModuleType], name: str | None) -> Modu
         ValueError: a name that is not in the table, or one that cannot do the call, with its reason.
     """
     if name is None:
-        here = [module for module in table.values() if getattr(module, "PLATFORM", None) in (None, platforms.current())]
-        return next(module for module in here if module.refuses(call) is None)
+        return next(module for module in here(table).values() if module.refuses(call) is None)
     require(name in table, "implementation", name, f"must be one of {', '.join(table)}")
     reason = table[name].refuses(call)
     if reason is not None:

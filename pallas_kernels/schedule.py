@@ -148,16 +148,24 @@ def compile_for(
     Raises:
         ValueError: an unknown target.
     """
+    chip = mesh(target)
+    whole = NamedSharding(chip, PartitionSpec())
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole) for x in arguments]
+    with jax.set_mesh(chip):
+        return jax.jit(function, donate_argnums=tuple(donate)).lower(*shapes).compile()
+
+
+def mesh(target: str) -> Mesh:
+    """A mesh of one chip of a kind that may be absent.
+
+    Raises:
+        ValueError: an unknown target.
+    """
     if target not in TARGETS:
         raise ValueError(f"target: must be one of {', '.join(TARGETS)}; got {target!r}")
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    device = topologies.get_topology_desc(TARGETS[target], "tpu").devices[0]
-    mesh = Mesh(np.array([device]), ("x",))
-    whole = NamedSharding(mesh, PartitionSpec())
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole) for x in arguments]
-    with jax.set_mesh(mesh):
-        return jax.jit(function, donate_argnums=tuple(donate)).lower(*shapes).compile()
+    return Mesh(np.array(topologies.get_topology_desc(TARGETS[target], "tpu").devices[:1]), ("x",))
 
 
 ENVIRONMENT = {

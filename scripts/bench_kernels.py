@@ -33,7 +33,7 @@ import numpy as np
 from absl import app, flags
 
 from experiments.paper.ablation import FIG18A
-from pallas_kernels import platforms
+from pallas_kernels import implementations, platforms
 from pallas_kernels.paged_attention import bench
 from pallas_kernels.paged_attention.api import IMPLEMENTATIONS
 from pallas_kernels.paged_attention.arg_specs import ARG_SPECS, FIGURE_18A, SMALL, ArgSpec, small
@@ -76,7 +76,7 @@ def is_small() -> bool:
 
 def chosen_names() -> list[str]:
     """Implementations to time."""
-    here = [name for name, x in IMPLEMENTATIONS.items() if getattr(x, "PLATFORM", None) in (None, platforms.current())]
+    here = implementations.here(IMPLEMENTATIONS)
     if _NAMES.value is None:
         return [name for name in here if name != "reference"]
     unknown = [name for name in _NAMES.value if name not in here]
@@ -184,10 +184,14 @@ def copy_timer() -> tuple[Timed, int]:
     return timer(bench.copy_step, arrays), 2 * 4 * size
 
 
-def measure_spec(spec: ArgSpec, names: Sequence[str]) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """A row for each implementation that can do the call, fastest first, and why the others cannot."""
+def measure_spec(
+    spec: ArgSpec, names: Sequence[str], copy: Timed, copied: int
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """A row for each implementation that can do the call, fastest first, and why the others cannot.
+
+    ``copy`` times a copy, of ``copied`` bytes, which takes its turn among them.
+    """
     timers, left_out, differences = candidates(spec, names)
-    copy, copied = copy_timer()
     rounds = compete({**timers, "copy": copy})
     copies = rounds.pop("copy")
     rows = []
@@ -260,7 +264,7 @@ def measure(save: Callable[[dict[str, Any]], None]) -> None:
     copy, copied = copy_timer()
     summary["copy_gb_per_s"] = copied / min(compete({"copy": copy})["copy"]) / 1e9
     for spec in chosen_specs():
-        rows, left_out = measure_spec(spec, names)
+        rows, left_out = measure_spec(spec, names, copy, copied)
         summary["calls"] += rows
         summary["left_out"][spec.name] = left_out
         for row in rows:

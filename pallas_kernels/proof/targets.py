@@ -106,8 +106,7 @@ def versions(target: str) -> dict[str, str]:
 def mesh(target: str) -> Mesh:
     """A mesh of one device of the target. One process should ask for one target: compilers keep state."""
     if platform(target) == "tpu":
-        topology = topologies.get_topology_desc(schedule.TARGETS[target], "tpu")
-    else:
-        jax.devices("cpu")  # finds the plugins
-        topology = topologies.get_topology_desc(platform="cuda", target_config=GPUS[target].config(), topology="1x1x1")
+        return schedule.mesh(target)
+    jax.devices("cpu")  # finds the plugins
+    topology = topologies.get_topology_desc(platform="cuda", target_config=GPUS[target].config(), topology="1x1x1")
     return Mesh(np.array(topology.devices[:1]), ("x",))
