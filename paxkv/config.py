@@ -146,6 +146,11 @@ class SchedulerConfig:
             f"preemption must be auto, recompute or swap, got {self.preemption!r}",
         )
 
+    @property
+    def max_step_seqs(self) -> int:
+        """Sequences that can run together: each decode is a token of the step."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
+
 
 @dataclasses.dataclass(frozen=True)
 class CacheConfig:

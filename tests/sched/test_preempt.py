@@ -128,7 +128,7 @@ def test_arrival_order_decides_whatever_the_order_of_return():
     assert [event.request_id for event in step(scheduler).preempted] == ["c", "b"]
     plan = step(scheduler)
     assert (len(plan.swap_in), admitted(plan)) == (1, ["b"])
-    assert [group.request.request_id for group in scheduler._running] == ["a", "c", "b"]
+    assert [group.request.request_id for group in scheduler.roster.running] == ["a", "c", "b"]
     victims = []
     while scheduler.has_work and not victims:
         victims += preempted(step(scheduler))
@@ -142,7 +142,7 @@ def test_victims_go_back_in_arrival_order():
         scheduler.submit(Request(name, 4, 8))
     step(scheduler)
     step(scheduler)
-    assert [group.request.request_id for group in scheduler._waiting] == ["b", "c", "d", "e"]
+    assert [group.request.request_id for group in scheduler.roster.waiting] == ["b", "c", "d", "e"]
     plan = step(scheduler)
     assert (admitted(plan), plan.blocked) == ([], Blocked.JUST_PREEMPTED)  # a is the head, and went in this step
     assert admitted(step(scheduler)) == ["a", "b", "c", "d"]

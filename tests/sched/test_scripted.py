@@ -11,7 +11,7 @@ import pytest
 
 from paxkv.config import CacheConfig, SchedulerConfig
 from paxkv.request import Request
-from paxkv.sched import block, block_manager, prefix_cache, scheduler, sequence
+from paxkv.sched import block, block_manager, draft, prefix_cache, sequence
 from paxkv.sched.block_manager import PagedMemory
 from paxkv.sched.scheduler import Scheduler
 from paxkv.testing.fake_model import FakeModel
@@ -154,14 +154,14 @@ def ids_with_a_gap(patch):
 
 
 def token_of_the_recomputation_lost(patch):
-    source = scheduler.Scheduler._preempt
+    source = draft.Draft.preempt
 
     def preempt(self, group, *args, **options):
         source(self, group, *args, **options)
         if group.state.value == "waiting" and group.known > group.request.prompt_tokens:
             group.known -= 1
 
-    patch.setattr(scheduler.Scheduler, "_preempt", preempt)
+    patch.setattr(draft.Draft, "preempt", preempt)
 
 
 def page_freed_too_early(patch):
@@ -175,7 +175,7 @@ def page_freed_too_early(patch):
 
 
 def beams_not_asked_after_recomputation(patch):
-    patch.setattr(scheduler.Scheduler, "_resuming_beams", lambda self, prefills: [])
+    patch.setattr(draft.Draft, "resuming_beams", lambda self: [])
 
 
 def shared_pages_counted_as_live(patch):
