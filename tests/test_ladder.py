@@ -19,6 +19,7 @@ from paxkv.engine import Engine
 from paxkv.request import Request
 from paxkv.sampling import SamplingParams
 from paxkv.sched.block_manager import PagedMemory
+from paxkv.sched.draft import Draft
 from paxkv.sched.reserve import ReservedMemory
 from paxkv.sched.scheduler import Scheduler
 from paxkv.sched.static import StaticMemory
@@ -214,15 +215,14 @@ def test_every_split_of_a_prompt(monkeypatch):
     """37 tokens, cut in all the ways in which a page or a step can begin and end."""
     ids, params = PROMPTS[-1], greedy(max_tokens=3)
     answer = tiny_dense().generate(ids, params)
-    engine = ladder_engine(limits={"max_num_batched_tokens": 40, "max_num_seqs": 1})
-    take, ends, plans = Scheduler._take_chunks, [], []
+    take, ends, plans = Draft._take_chunks, [], []
+    engine = ladder_engine(limits={"max_num_batched_tokens": 40, "max_num_seqs": 1}, on_plan=plans.append)
 
-    def take_chunks(self, group, budget, prefills):
+    def take_chunks(self, group, budget):
         done = group.jobs[0][1]
-        return take(self, group, min(budget, next(end for end in ends if end > done) - done), prefills)
+        return take(self, group, min(budget, next(end for end in ends if end > done) - done))
 
-    monkeypatch.setattr(Scheduler, "_take_chunks", take_chunks)
-    engine._on_plan = plans.append
+    monkeypatch.setattr(Draft, "_take_chunks", take_chunks)
     for parts in splits(len(ids)):
         plans.clear()
         ends[:] = np.cumsum(parts).tolist()

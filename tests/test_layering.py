@@ -42,10 +42,12 @@ OURS = {
     "paxkv.engine_config": DEVICE_STACK,
     "paxkv.admission": (*JAX_FREE, "paxkv.sched"),
     "paxkv.intake": (*DEVICE_STACK, "paxkv.sched", "paxkv.output"),
+    "paxkv.inflight": (*DEVICE_STACK, "paxkv.sched", "paxkv.output"),
+    "paxkv.plan_loop": (*DEVICE_STACK, "paxkv.sched", "paxkv.inflight", "paxkv.intake", "paxkv.output"),
     "paxkv.engine": (
         *DEVICE_STACK,
         "paxkv.sched",
-        *(f"paxkv.{name}" for name in ("admission", "driver", "engine_config", "intake", "output")),
+        *(f"paxkv.{name}" for name in ("admission", "driver", "engine_config", "inflight", "output", "plan_loop")),
     ),
 }
 ROOT_NAMES = ("paxkv", "paxkv.__version__")  # the package root is free to all of paxkv

@@ -248,6 +248,6 @@ def test_engine(system):
     assert len(refused) > 5
     counters = engine.counters
     assert counters.preemptions > 20
-    assert len(engine._lanes) < 100, "what belongs to finished requests stays"
+    assert len(engine.inflight.lanes) < 100, "what belongs to finished requests stays"
     assert engine.memory.num_free_pages == engine.memory.num_pages
     assert engine.memory.host.num_free == engine.memory.host.num_pages
