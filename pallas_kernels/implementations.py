@@ -16,6 +16,11 @@ def here(table: dict[str, ModuleType]) -> dict[str, ModuleType]:
     return {name: x for name, x in table.items() if getattr(x, "PLATFORM", None) in (None, platforms.current())}
 
 
+def has_kernel(table: dict[str, ModuleType]) -> bool:
+    """Whether a table has an implementation made for this platform."""
+    return any(hasattr(module, "PLATFORM") for module in here(table).values())
+
+
 def choose(call: object, table: dict[str, ModuleType], name: str | None) -> ModuleType:
     """The implementation named, or the first of the table that is for this platform and can do the call.
 

@@ -20,6 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int, Shaped
 
+from pallas_kernels import implementations
+from pallas_kernels.kv_write import api as kv_write
 from pallas_kernels.page_copy import api as page_copy
 from pallas_kernels.pages import PageFormat, dequantise, dynamic_scale, quantise
 from pallas_kernels.rows import store
@@ -108,6 +110,10 @@ def write(
     """
     _check_rows(pages, layer, k, v, slots)
     layer, slots = jnp.asarray(layer, jnp.int32), jnp.asarray(slots).astype(jnp.int32)
+    num_layers, num_pages, _, page_size = pages.k.shape[:4]
+    # Without a kernel the pool keeps its axis of layers: some versions of XLA copy a pool that loses it, on CPUs.
+    if implementations.has_kernel(kv_write.IMPLEMENTATIONS) and num_layers * num_pages * page_size < 2**31:
+        return _write_by_kernel(pages, layer, k, v, slots)
     new, given = {}, {"k": k, "v": v}
     for side, _, fmt in pages.layout.sides:
         rows, pool, scale = given[side], getattr(pages, side), getattr(pages, f"{side}_scale")
@@ -118,6 +124,23 @@ def write(
             row_scale = None if scale is None else scale[layer, 0, :, 0]
         new[side] = store(pool, quantise(rows, fmt, row_scale), slots, layer)
     return dataclasses.replace(pages, **new)
+
+
+def _write_by_kernel(pages: KVPages, layer: Array, k: Array, v: Array | None, slots: Array) -> KVPages:
+    """:func:`write` through the op, which sees the pages of all layers as one pool."""
+    num_layers, num_pages, _, page_size = pages.k.shape[:4]
+    valid = (slots >= 0) & (slots < num_pages * page_size) & (layer >= 0) & (layer < num_layers)
+    slots = jnp.where(valid, slots + layer * num_pages * page_size, -1)
+    named: dict[str, Array] = {}
+    for side, _, fmt in pages.layout.sides:
+        pool, scale = getattr(pages, side), getattr(pages, f"{side}_scale")
+        named[f"{side}_pages"] = pool.reshape(-1, *pool.shape[2:])
+        if scale is not None:
+            named[f"{side}_scale"] = scale.reshape(-1, *scale.shape[2:]) if fmt.scale == "token" else scale[layer]
+    formats = {f"{side}_format": fmt for side, _, fmt in pages.layout.sides}
+    written = kv_write.kv_write(**{"v_pages": None, **named}, k=k, v=v, slots=slots, **formats)
+    found = dict(zip(("k", "v", "k_scale", "v_scale"), written, strict=True))
+    return dataclasses.replace(pages, **{name: found[name].reshape(x.shape) for name, x in _paged(pages).items()})
 
 
 def gather(
