@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from types import ModuleType
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int32, Shaped, UInt32
 
 from pallas_kernels import implementations
@@ -136,6 +138,8 @@ def run(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Runs a checked call on the implementation named, or on the first that can do it."""
     return_lse = arguments.check_flag("return_lse", return_lse)
+    given = {field.name: getattr(call, field.name) for field in dataclasses.fields(call)}
+    call = dataclasses.replace(call, **{k: jnp.asarray(x) for k, x in given.items() if isinstance(x, np.ndarray)})
     out, lse = implementations.choose(call, table, implementation).attend(call)
     out = out.astype(call.q.dtype)
     return (out, lse.astype(jnp.float32)) if return_lse else out

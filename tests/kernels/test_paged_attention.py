@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from pallas_kernels.kv_write.api import kv_write
 from pallas_kernels.paged_attention.api import paged_attention
-from tests.kernels.suite import AttentionSuite
+from pallas_kernels.pages import PageFormat
+from tests.kernels.cases import Case, build
+from tests.kernels.suite import AttentionSuite, assert_same_bits
 
 
 class TestXla(AttentionSuite):
@@ -27,3 +31,25 @@ class TestReference(AttentionSuite):
 
     # Not promised: XLA sees the whole batch's shape where it compiles the loop over tokens.
     test_nor_on_the_shapes_of_its_batch = None
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_arrays_of_numpy_do_too_without_a_jit(implementation):
+    built = build(Case(((1, 9), (3, 7)), k_format=("int8", "token"), v_format=("bfloat16", "none")))
+
+    def attend(convert):
+        arguments, options = jax.tree.map(convert, (built.arguments, built.options))
+        return paged_attention(*arguments, **options, implementation=implementation)
+
+    assert_same_bits([attend(np.asarray)], [attend(jnp.asarray)])
+
+
+def test_so_do_writes():
+    fmt = PageFormat("int8", "token")
+    pages, scale = np.zeros((2, 1, 4, 8), np.int8), np.ones((2, 1, 4), np.float32)
+    new = np.ones((2, 1, 8), np.float32)
+    given = (pages, pages, new, 2 * new, np.array([5, 0], np.int32))
+    options = {"k_format": fmt, "v_format": fmt, "implementation": "xla"}
+    got = kv_write(*given, **options, k_scale=scale, v_scale=scale)
+    want = kv_write(*map(jnp.asarray, given), **options, k_scale=jnp.asarray(scale), v_scale=jnp.asarray(scale))
+    assert_same_bits(jax.tree.leaves(got), jax.tree.leaves(want))
