@@ -59,7 +59,7 @@ EXPERIMENTS = (
     "study_live",
 )
 """Modules of this package in the order of the report."""
-LIVE = ("study_live", "fig02", "fig12", "fig13", "fig14", "fig15", "fig16")
+LIVE = ("study_live", "fig02", "fig12", "fig13", "fig14", "fig15", "fig16", "fig18")
 """Those that have a live preset, in the order in which they run."""
 
 PRESET = flags.DEFINE_enum(

@@ -12,6 +12,7 @@ Claims, each a part of the one JSON file that is written:
   transformers' continuous batching, four times levanter's, and the same output ids.
 - many: the same with 128 requests and 128 sequences at a time.
 - host: at 128 sequences the host's own work is under 5% of a step.
+- profile: where a decode step of 128 sequences goes.
 - contiguous: a decode step over pages takes at most 1.1 times one over a contiguous cache of the same lengths.
 - context: decoding slows with the context, up to 8,192 tokens, no faster than the bytes of the cache say.
 
@@ -38,11 +39,12 @@ from paxkv.record import config_hash, environment, write_atomically
 from scripts.peers import contest, served, tables
 from scripts.peers.llama_files import LlamaShape, make_weights, write_gguf, write_hf
 from scripts.peers.runners.session import Job
+from scripts.readme import put_table
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 COMPARED = {"peers": 32, "many": 128}
 """Parts that compare engines, and their requests."""
-PROBED = ("host", "contiguous", "context")
+PROBED = ("host", "profile", "contiguous", "context")
 MAX_LEN = 1024
 LONGEST = 2**14  # positions of the model
 
@@ -57,7 +59,7 @@ _REPEATS = flags.DEFINE_integer("repeats", 5, "rounds of timed passes; a slow en
 _SEED = flags.DEFINE_integer("seed", 0, "seed of weights and prompts", lower_bound=0)
 _OUT = flags.DEFINE_string("out", str(ROOT / "runs" / "bench_engine.json"), "the file that is written")
 _TABLE = flags.DEFINE_list("table", [], "files that were written: print their tables, measure nothing")
-_README = flags.DEFINE_bool("readme", False, f"with --table: put them between {tables.BEGIN} and {tables.END} too")
+_README = flags.DEFINE_bool("readme", False, "with --table: put them into README.md too")
 
 
 def wanted_parts() -> list[str]:
@@ -199,7 +201,7 @@ def main(argv: Sequence[str]) -> None:
             return
         text = "\n\n".join(tables.report(json.loads(pathlib.Path(file).read_text())) for file in _TABLE.value)
         if _README.value:
-            tables.write_into(ROOT / "README.md", text)
+            put_table("peers", text)
         print(text)
     except (ValueError, OSError) as error:
         raise app.UsageError(str(error)) from error

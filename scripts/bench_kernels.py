@@ -32,11 +32,11 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
-from experiments.paper.ablation import FIG18A
+from experiments.live.attention import measure_figure
 from pallas_kernels import implementations, platforms
 from pallas_kernels.paged_attention import bench
 from pallas_kernels.paged_attention.api import IMPLEMENTATIONS
-from pallas_kernels.paged_attention.arg_specs import ARG_SPECS, FIGURE_18A, SMALL, ArgSpec, small
+from pallas_kernels.paged_attention.arg_specs import ARG_SPECS, FIGURE_18A, SMALL, ArgSpec
 from paxkv.record import environment, write_atomically
 from scripts.peers.tables import markdown
 
@@ -52,9 +52,6 @@ _SECONDS = flags.DEFINE_float("seconds", 0.1, "that a timing should take at leas
 _SEED = flags.DEFINE_integer("seed", 0, "seed of contents and of the order of pages", lower_bound=0)
 _OUT = flags.DEFINE_string("out", str(ROOT / "runs" / "bench_kernels.json"), "the file that is written")
 _TABLE = flags.DEFINE_string("table", None, "a file that was written: print its tables, measure nothing")
-
-Timed = Callable[[int], float]
-"""Seconds that some calls take together."""
 
 
 def chosen_specs() -> list[ArgSpec]:
@@ -85,20 +82,7 @@ def chosen_names() -> list[str]:
     return _NAMES.value
 
 
-def timer(step: bench.Step, arrays: bench.Arrays) -> Timed:
-    """Times chained calls of a step; compiled and warm when this returns."""
-    run = bench.chained(step)
-
-    def timed(count: int) -> float:
-        begin = time.perf_counter()
-        jax.block_until_ready(run(arrays, np.int32(count)))
-        return time.perf_counter() - begin
-
-    timed(1)
-    return timed
-
-
-def torch_timer(spec: ArgSpec, seed: int) -> Timed:
+def torch_timer(spec: ArgSpec, seed: int) -> bench.Timed:
     """Times torch's attention over a contiguous cache."""
     import torch
     import torch.nn.functional as functional
@@ -134,10 +118,10 @@ def why_not_torch(spec: ArgSpec) -> str | None:
     return None
 
 
-def candidates(spec: ArgSpec, names: Sequence[str]) -> tuple[dict[str, Timed], dict[str, str], dict[str, float]]:
+def candidates(spec: ArgSpec, names: Sequence[str]) -> tuple[dict[str, bench.Timed], dict[str, str], dict[str, float]]:
     """Who can do the call: timers; who cannot, and why; the largest difference from xla's output, which is ours too."""
     arrays = bench.make_arrays(spec, _SEED.value)
-    timers: dict[str, Timed] = {}
+    timers: dict[str, bench.Timed] = {}
     left_out: dict[str, str] = {}
     outputs: dict[str, np.ndarray] = {}
 
@@ -145,7 +129,7 @@ def candidates(spec: ArgSpec, names: Sequence[str]) -> tuple[dict[str, Timed], d
         try:
             step, mine = make()
             outputs[name] = np.asarray(jax.jit(step)(mine["q"], mine).astype(jnp.float32))
-            timers[name] = timer(step, mine)
+            timers[name] = bench.timer(step, mine)
         except Exception as error:  # refused, or more memory than there is: the row says so, and the others go on
             left_out[name] = next(iter(str(error).strip().splitlines()), type(error).__name__)
 
@@ -166,33 +150,22 @@ def candidates(spec: ArgSpec, names: Sequence[str]) -> tuple[dict[str, Timed], d
     return timers, left_out, differences
 
 
-def compete(timers: dict[str, Timed]) -> dict[str, list[float]]:
-    """Seconds per call of each, a figure per round; all take their turn in each round."""
-    counts = {name: max(4, round(_SECONDS.value / max(timed(1), 1e-6))) for name, timed in timers.items()}
-    rounds: dict[str, list[float]] = {name: [] for name in timers}
-    for index in range(_REPEATS.value):
-        names = list(timers)
-        for name in names[index % len(names) :] + names[: index % len(names)]:  # nobody always comes after the same
-            rounds[name].append(timers[name](counts[name]) / counts[name])
-    return rounds
-
-
-def copy_timer() -> tuple[Timed, int]:
+def copy_timer() -> tuple[bench.Timed, int]:
     """Times a copy, and the bytes that it reads and writes."""
     size = 1 << (24 if is_small() else 28)
     arrays = {"q": jnp.zeros((size,), jnp.float32)}
-    return timer(bench.copy_step, arrays), 2 * 4 * size
+    return bench.timer(bench.copy_step, arrays), 2 * 4 * size
 
 
 def measure_spec(
-    spec: ArgSpec, names: Sequence[str], copy: Timed, copied: int
+    spec: ArgSpec, names: Sequence[str], copy: bench.Timed, copied: int
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """A row for each implementation that can do the call, fastest first, and why the others cannot.
 
     ``copy`` times a copy, of ``copied`` bytes, which takes its turn among them.
     """
     timers, left_out, differences = candidates(spec, names)
-    rounds = compete({**timers, "copy": copy})
+    rounds = bench.compete({**timers, "copy": copy}, _REPEATS.value, _SECONDS.value)
     copies = rounds.pop("copy")
     rows = []
     for name, seconds in rounds.items():
@@ -214,40 +187,6 @@ def measure_spec(
     return sorted(rows, key=lambda row: row["microseconds"]), left_out
 
 
-def measure_figure(names: Sequence[str]) -> list[dict[str, Any]]:
-    """Figure 18a: a row for each point, in the fastest implementation of ours that can do both calls."""
-    rows = []
-    for spec, printed in zip(FIGURE_18A, FIG18A, strict=True):
-        paged = small(spec) if is_small() else spec
-        whole = bench.contiguous(paged)
-        timers: dict[str, Timed] = {}
-        for name in names:
-            try:
-                mine = timer(bench.ours(paged, name), bench.make_arrays(paged, _SEED.value))
-                theirs = timer(bench.ours(whole, name), bench.make_arrays(whole, _SEED.value, shuffled=False))
-            except ValueError:  # refused
-                continue
-            timers |= {f"{name} paged": mine, f"{name} contiguous": theirs}
-        rounds = compete(timers)
-        best = min(
-            (name for name in rounds if name.endswith(" paged")), key=lambda name: statistics.median(rounds[name])
-        )
-        name = best.removesuffix(" paged")
-        both = rounds[best], rounds[f"{name} contiguous"]
-        rows.append(
-            {
-                "batch": printed.batch,
-                "context": printed.context,
-                "implementation": name,
-                "paged_us": 1e6 * statistics.median(both[0]),
-                "contiguous_us": 1e6 * statistics.median(both[1]),
-                "overhead": statistics.median(one / other for one, other in zip(*both, strict=True)) - 1,
-                "overhead_in_the_paper": printed.overhead,
-            }
-        )
-    return rows
-
-
 def measure(save: Callable[[dict[str, Any]], None]) -> None:
     """All calls; ``save`` gets what there is after each."""
     names = chosen_names()
@@ -262,7 +201,8 @@ def measure(save: Callable[[dict[str, Any]], None]) -> None:
         "environment": environment(),
     }
     copy, copied = copy_timer()
-    summary["copy_gb_per_s"] = copied / min(compete({"copy": copy})["copy"]) / 1e9
+    alone = bench.compete({"copy": copy}, _REPEATS.value, _SECONDS.value)["copy"]
+    summary["copy_gb_per_s"] = copied / min(alone) / 1e9
     for spec in chosen_specs():
         rows, left_out = measure_spec(spec, names, copy, copied)
         summary["calls"] += rows
@@ -272,7 +212,9 @@ def measure(save: Callable[[dict[str, Any]], None]) -> None:
             print(f"{spec.name} {row['implementation']}: {row['microseconds']:.1f} us, {share}", flush=True)
         save(summary)
     if _FIGURE.value:
-        summary["figure_18a"] = measure_figure(names)
+        summary["figure_18a"] = measure_figure(
+            names, is_small=is_small(), rounds=_REPEATS.value, seconds=_SECONDS.value, seed=_SEED.value
+        )
         save(summary)
 
 

@@ -99,6 +99,17 @@ class LiveSession:
         page_s = PAGE_SIZE * self.size.shape.kv_bytes_per_token / found["limits"]["bytes_per_s"]
         return Clock(fit_cost(found["points"], page_s), found["points"], found["limits"], found["model"])
 
+    @functools.cached_property
+    def attention(self) -> list[dict[str, Any]]:
+        """Figure 18a's points in our own kernel on this device (see `experiments.live.attention`), measured once."""
+        with RunDirectory(self.root, "attention", self._config("attention", {})) as run:
+            if run.complete:
+                return run.load_summary()["points"]
+            from experiments.live.attention import measure_figure, names_here
+
+            self.progress(0, 1, "timing attention over pages")
+            return run.write_summary({"points": measure_figure(names_here())})["points"]
+
     def __len__(self) -> int:
         """Runs known so far."""
         return len(self._summaries)

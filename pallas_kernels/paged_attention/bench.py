@@ -1,14 +1,16 @@
 """What is timed on the device that is there: calls made from an ``ArgSpec``, on our kernels and on others'.
 
 Every call is a function of one array that gives an array of the same shape, so that many of them can be chained on the
-device, and the host's dispatch is not in the time.
+device, and the host's dispatch is not in the time. Candidates take turns, round by round: a ratio should compare times
+of one round.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -20,6 +22,8 @@ from pallas_kernels.paged_attention.arg_specs import ArgSpec
 
 Arrays = dict[str, jax.Array]
 Step = Callable[[jax.Array, Arrays], jax.Array]
+Timed = Callable[[int], float]
+"""Seconds that some calls take together."""
 TILE = 64  # pages with content of their own; the others repeat it, which no kernel can tell
 
 
@@ -133,3 +137,32 @@ def copy_step(x: jax.Array, arrays: Arrays) -> jax.Array:
     """Reads and writes an array once: what the memory of the device can do."""
     del arrays
     return x + 1
+
+
+def timer(step: Step, arrays: Arrays) -> Timed:
+    """Times chained calls of a step; compiled and warm when this returns."""
+    run = chained(step)
+
+    def timed(count: int) -> float:
+        begin = time.perf_counter()
+        jax.block_until_ready(run(arrays, np.int32(count)))
+        return time.perf_counter() - begin
+
+    timed(1)
+    return timed
+
+
+def compete(timers: Mapping[str, Timed], rounds: int, seconds: float) -> dict[str, list[float]]:
+    """Seconds per call of each, a figure per round.
+
+    Args:
+        seconds: that a timing should take at least.
+    """
+    counts = {name: max(4, round(seconds / max(timed(1), 1e-6))) for name, timed in timers.items()}
+    found: dict[str, list[float]] = {name: [] for name in timers}
+    names = list(timers)
+    for index in range(rounds):
+        first = index % max(1, len(names))
+        for name in names[first:] + names[:first]:  # nobody always comes after the same
+            found[name].append(timers[name](counts[name]) / counts[name])
+    return found

@@ -1,4 +1,5 @@
-"""The engine measured by itself: the host's share, pages against a contiguous cache, decoding against context."""
+"""The engine measured by itself: the host's share, what a step consists of, pages against a contiguous cache, decoding
+against context."""
 
 from __future__ import annotations
 
@@ -8,12 +9,17 @@ import pathlib
 import random
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.paged_attention import bench
+from pallas_kernels.paged_attention.arg_specs import ArgSpec
+from pallas_kernels.pages import PageFormat
+from paxkv.compat import step_compiler_options
 from paxkv.config import SchedulerConfig
 from paxkv.engine import Engine, EngineConfig
 from paxkv.models import checkpoint
@@ -104,6 +110,64 @@ class Probe:
             )
         return rows
 
+    def profile(self) -> list[Row]:
+        """Where a decode step of many sequences goes: its parts timed alone, on the same shapes, in turns with it.
+
+        Products: activations of all rows times every weight matrix, and the products' own rate. Attention: of all
+        layers over pages of 16, at the mean context of the run. The rest is what the step takes beside them: norms,
+        rotations, writes, sampling, and whatever the parts take longer together than alone.
+        """
+        length = HOST_PROMPT + HOST_OUTPUT
+        products, flops = self.products(HOST_SEQS)
+        attention = self.attention(HOST_SEQS, HOST_PROMPT + HOST_OUTPUT // 2)
+        prompts = self.prompts(HOST_SEQS, HOST_PROMPT)
+        turns = []
+        with self.engine(HOST_SEQS, length) as engine:
+            engine.generate(prompts, greedy(HOST_OUTPUT))
+            for _ in range(self.repeats):
+                step = step_seconds(engine.generate(prompts, greedy(HOST_OUTPUT)))
+                turns.append((step, products(20) / 20, attention(20) / 20))
+        step, multiplied, attended = (statistics.median(values) for values in zip(*turns, strict=True))
+        parts = {"all": step, "products with weights": multiplied, "attention over pages": attended}
+        parts["the rest"] = step - multiplied - attended
+        return [
+            {
+                "part of a step": name,
+                "ms": 1e3 * seconds,
+                "percent": 100 * seconds / step,
+                "gflop_per_s": flops / seconds / 1e9 if name == "products with weights" else "",
+            }
+            for name, seconds in parts.items()
+        ]
+
+    def products(self, rows: int) -> tuple[bench.Timed, float]:
+        """Times activations times every weight matrix but the embedding, and the floating-point operations of that."""
+        leaves = jax.tree_util.tree_leaves_with_path(self.params)
+        weights = [x for path, x in leaves if x.ndim == 2 and "embedding" not in jax.tree_util.keystr(path)]
+        inputs = {n: jnp.ones((rows, n), weights[0].dtype) for n in {x.shape[0] for x in weights}}
+        options = step_compiler_options(self.config.dtype)
+
+        def multiply(inputs, weights):
+            return [inputs[x.shape[0]] @ x for x in weights]
+
+        run = jax.jit(multiply, compiler_options=options)
+        return repeated(lambda: run(inputs, weights)), 2.0 * rows * sum(x.size for x in weights)
+
+    def attention(self, rows: int, length: int) -> bench.Timed:
+        """Times attention of all layers, for rows of one query and ``length`` tokens in pages in random order."""
+        fmt, config = PageFormat(self.config.dtype), self.config
+        spec = ArgSpec(
+            "decode", ((1, length),) * rows, config.num_heads, config.num_kv_heads, config.head_size, 16,
+            query=self.config.dtype, k=fmt, v=fmt,
+        )  # fmt: skip
+        arrays, step = bench.make_arrays(spec, self.seed), bench.ours(spec, "xla")
+
+        def layers(arrays):
+            return jax.lax.fori_loop(0, config.num_layers, lambda _, q: step(q, arrays), arrays["q"])
+
+        run = jax.jit(layers, compiler_options=step_compiler_options(self.config.dtype))
+        return repeated(lambda: run(arrays))
+
     def contiguous(self) -> list[Row]:
         """Decode steps of the engine against those of the same model over a contiguous cache; outputs must be equal.
 
@@ -150,6 +214,19 @@ class Probe:
                 }
             )
         return rows
+
+
+def repeated(call: Callable[[], Any]) -> bench.Timed:
+    """Times calls; warm when this returns."""
+
+    def timed(count: int) -> float:
+        begin = time.perf_counter()
+        for _ in range(count):
+            jax.block_until_ready(call())
+        return time.perf_counter() - begin
+
+    timed(1)
+    return timed
 
 
 def greedy(tokens: int) -> SamplingParams:

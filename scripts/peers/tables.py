@@ -1,14 +1,13 @@
-"""Results as markdown, and their place in the README."""
+"""Results as markdown."""
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-BEGIN, END = "<!-- peers -->", "<!-- /peers -->"
 PROBES = {
     "host": "The host's own work",
+    "profile": "A decode step of 128 sequences and its parts",
     "contiguous": "A decode step over pages against one over a contiguous cache",
     "context": "Decoding by the length of the context",
 }
@@ -75,19 +74,6 @@ def report(summary: Mapping[str, Any]) -> str:
     facts += [f"commit {where['git_commit'][:7]}"] if where["git_commit"] else []
     parts.append(f"({', '.join(facts)})")
     return "\n\n".join(parts)
-
-
-def write_into(readme: pathlib.Path, table: str) -> None:
-    """Puts the table between the markers.
-
-    Raises:
-        ValueError: the markers are not there, once each.
-    """
-    text = readme.read_text()
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ValueError(f"{readme.name} must hold {BEGIN} and {END} once each; put them where the table belongs")
-    head, rest = text.split(BEGIN)
-    readme.write_text(f"{head}{BEGIN}\n{table}\n{END}{rest.split(END)[1]}")
 
 
 def _cell(value: Any) -> str:

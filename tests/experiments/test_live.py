@@ -11,9 +11,10 @@ import pytest
 from rich.console import Console
 
 from experiments import calibration as calibrations
-from experiments import fig02, fig12, fig13, fig14, fig15, fig16, study_live
+from experiments import fig02, fig12, fig13, fig14, fig15, fig16, fig18, paper, study_live
 from experiments.context import Context
-from experiments.live import checks
+from experiments.live import attention, checks
+from experiments.live.attention import measure_figure, measure_point, names_here
 from experiments.live.clock import Batch, batches, fit_cost, points_of, serve_batch
 from experiments.live.prediction import UNTIMED, predict
 from experiments.live.serve import LiveResult, run_live
@@ -32,6 +33,7 @@ from experiments.live.setting import (
 from experiments.report import write_report
 from experiments.reproduce import LIVE, chosen, reproduce
 from experiments.run import Runner
+from pallas_kernels.paged_attention.arg_specs import SMALL
 from paxkv.record import RunDirectory
 from paxkv.sim.cost_model import CostModel
 
@@ -352,6 +354,25 @@ def test_timed_batches_fit_the_pool(name):
         assert pages <= size.num_pages and batch.prompt + batch.output <= size.max_model_len
 
 
+# --- attention over pages ---------------------------------------------------------------------------------------------
+
+
+def test_attention_is_timed_over_pages_and_over_a_contiguous_cache():
+    name, paged, contiguous = measure_point(SMALL[0], ["xla"], rounds=3, seconds=0.0, seed=0)
+    assert name == "xla" and len(paged) == len(contiguous) == 3 and min(paged + contiguous) > 0
+    assert names_here() == ["xla"]  # on a CPU
+    with pytest.raises(ValueError, match="names: must hold an implementation that can do figure_18a_8x64; got tpu"):
+        measure_figure(["tpu"])
+
+
+def test_attention_is_timed_once(session, monkeypatch):
+    points = [{"batch": 8, "overhead": 0.25}]
+    monkeypatch.setattr(attention, "measure_figure", lambda names: points)
+    assert TinySession(session.root).attention == points
+    monkeypatch.setattr(attention, "measure_figure", None)
+    assert TinySession(session.root).attention == points
+
+
 # --- chapters and the report ------------------------------------------------------------------------------------------
 
 
@@ -359,6 +380,11 @@ class PaperSession(TinySession):
     """Gives predictions for runs, so that chapters of many runs are made in no time."""
 
     size = dataclasses.replace(SIZES["desktop"], requests=24)
+    attention = tuple(
+        {"batch": point.batch, "context": point.context, "implementation": "xla", "paged_us": 15.0,
+         "contiguous_us": 10.0, "overhead": 0.5, "overhead_in_the_paper": point.overhead}
+        for point in paper.FIG18A
+    )  # fmt: skip
 
     def run(self, settings):
         for setting in settings:
@@ -377,7 +403,7 @@ def context_of(session, tmp_path) -> Context:
 
 def test_every_live_chapter_and_the_part_of_the_report(tmp_path):
     context = context_of(PaperSession(tmp_path / "live"), tmp_path)
-    chapters = [module.chapter(context) for module in (study_live, fig02, fig12, fig13, fig14, fig15, fig16)]
+    chapters = [module.chapter(context) for module in (study_live, fig02, fig12, fig13, fig14, fig15, fig16, fig18)]
     assert [one.id for one in chapters] == [name if name == "study_live" else f"live_{name}" for name in LIVE]
     rows = [row for one in chapters for row in one.rows]
     assert all(row.passed for row in rows if row.passed is not None)
@@ -387,6 +413,7 @@ def test_every_live_chapter_and_the_part_of_the_report(tmp_path):
         one.save(tmp_path / "chapters" / f"{one.id}.json")
     page = write_report(tmp_path).read_text(encoding="utf-8")
     assert page.index('id="live-part"') < page.index('id="study-live"') < page.index('id="verdict"')
+    assert [row.ours for row in chapters[-1].rows] == [0.5] * 6  # the six points of figure 18a
     speeds = {row.system: row.ours for row in chapters[0].rows if row.setting == "output tokens/s, measured"}
     assert set(speeds) == set(SYSTEMS)
     verdicts = next(table for table in chapters[0].tables if "verdict" in table.columns)
