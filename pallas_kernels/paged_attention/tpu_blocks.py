@@ -17,6 +17,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from pallas_kernels.paged_attention import tpu_chip, tpu_tuned
 from pallas_kernels.paged_attention.arguments import Call
 from pallas_kernels.paged_attention.tpu_chip import Chip
 from pallas_kernels.paged_attention.tpu_layout import LANES, Layout, sublanes
@@ -32,6 +33,7 @@ class Blocks:
         queries: queries of a job; 1 is for rows that decode.
         tokens: tokens of a block.
         depth: blocks in the ring, at least 2; with 3 and more the copies never wait for the arithmetic.
+        parts: pieces that a block is attended in, as far as it has pages for them; 0 leaves that to ``count_parts``.
 
     Raises:
         ValueError: a size is not a power of two, or the depth below 2.
@@ -40,11 +42,12 @@ class Blocks:
     queries: int
     tokens: int
     depth: int
+    parts: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("queries", "tokens"):
+        for name in ("queries", "tokens", "parts"):
             value = getattr(self, name)
-            if value < 1 or value & (value - 1):
+            if value < (0 if name == "parts" else 1) or value & (value - 1):
                 raise ValueError(f"Blocks.{name}: must be a power of two; got {value}")
         if self.depth < 2:
             raise ValueError(
@@ -58,15 +61,55 @@ HEIGHT = 128
 SMALL_PAGE = 32 << 10
 """Bytes of a page of keys up to which a copy costs more to issue than to do, so that joining it to others pays."""
 
+JOINED = 8
+"""Pages, at most, that come in one copy."""
+
+MOST_PAGES = 32 * JOINED
+"""Pages of a block: which of their groups are neighbours is told by the bits of a word."""
+
 
 def default(call: Call, several: bool) -> Blocks:
+    """Sizes found by ``pallas_kernels.tune`` for the chip and calls like this one, or else by rule.
+
+    They must not depend on how many rows a call has or how long its tables are: a row's bits depend on its blocks.
+
+    Args:
+        several: for rows with several queries.
+    """
+    plain = rule(call, several)
+    if call.q.dtype != jnp.bfloat16:  # nothing has been tuned for these
+        return plain
+    found = tpu_tuned.nearest(kind_of(call, several), tpu_tuned.read(tpu_chip.current().name))
+    if found is None:
+        return plain
+    return Blocks(**{**found, "queries": clip_queries(call, found["queries"])})
+
+
+def kind_of(call: Call, several: bool) -> tpu_tuned.Kind:
+    """What of a call decides which blocks are good."""
+    k = "/token" if token_scaled(call.k_pages, call.k_scale) else ""
+    v = "/token" if token_scaled(call.v_pages, call.v_scale) else ""
+    return tpu_tuned.Kind(
+        several=several,
+        k=f"{call.k_pages.dtype.name}{k}",
+        v=f"{call.v_pages.dtype.name}{v}",
+        page_size=call.page_size,
+        size=call.q.shape[2],
+        heads=call.q.shape[1],
+        kv_heads=call.num_kv_heads,
+    )
+
+
+def rule(call: Call, several: bool) -> Blocks:
     """Sizes that do well on every generation. ``several``: for rows with several queries."""
     if not several:
         return Blocks(queries=1, tokens=512, depth=4)
-    queries = 16
-    if call.max_query_len is not None:
-        queries = min(queries, 1 << (call.max_query_len - 1).bit_length())
-    return Blocks(queries=queries, tokens=512, depth=3)
+    return Blocks(queries=clip_queries(call, 16), tokens=512, depth=3)
+
+
+def clip_queries(call: Call, queries: int) -> int:
+    """No more than the power of two that holds what a row may have."""
+    return queries if call.max_query_len is None else min(queries, 1 << (call.max_query_len - 1).bit_length())
 
 
 def arrange(call: Call, blocks: Blocks, chip: Chip) -> Layout:
@@ -109,19 +152,16 @@ def lay_out(call: Call, blocks: Blocks, chip: Chip) -> Layout:
     if runs % 2 and runs > 1:
         sides = 1
     halves = 2 if sides == 2 and runs == 1 else 1
-    pages = max(blocks.tokens // page_size, halves)
+    pages = max(min(blocks.tokens // page_size, MOST_PAGES), halves)
     group = heads // kv_heads
     lines = group * mixed * (sides // halves) * fold * halves
     queries = blocks.queries
     while queries > 2 and queries * lines > HEIGHT:
         queries //= 2
     columns = pages // halves * slots * mixed
-    parts = 1
-    registers = -(-queries * lines // 8) * (columns // LANES)
-    while registers // parts > 32 and columns // parts > LANES and pages // halves % (2 * parts) == 0:
-        parts *= 2
+    parts = count_parts(-(-queries * lines // 8), columns, pages // halves, blocks.parts)
     page_bytes = slots * kv_heads * max(LANES, size) * max(call.k_pages.dtype.itemsize, call.v_pages.dtype.itemsize)
-    joined = min(pages, 8) if page_bytes <= SMALL_PAGE else 1
+    joined = min(pages, JOINED) if page_bytes <= SMALL_PAGE else 1
     int8 = call.k_pages.dtype == jnp.int8 and call.q.dtype == jnp.bfloat16 and chip.multiplies_int8
     return Layout(
         heads=heads,
@@ -138,6 +178,21 @@ def lay_out(call: Call, blocks: Blocks, chip: Chip) -> Layout:
         depth=blocks.depth,
         digits=2 if int8 else 0,
     )
+
+
+def count_parts(height: int, columns: int, pages: int, wanted: int) -> int:
+    """Pieces of a block whose logits, ``height`` registers by ``columns``, are in registers together.
+
+    Args:
+        pages: of a block or of each half, which parts divide.
+        wanted: as many if possible; 0: until a part takes half of the registers.
+    """
+    parts = 1
+    while parts < wanted if wanted else height * (columns // LANES) // parts > 32:
+        if columns // parts <= LANES or pages % (2 * parts):
+            break
+        parts *= 2
+    return parts
 
 
 def token_scaled(pages, scale) -> bool:

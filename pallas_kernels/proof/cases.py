@@ -4,7 +4,8 @@ Three kinds of calls of ``paged_attention``:
 
 - covered: what has to run natively, combined so that any three choices meet as often as 64 calls allow, and any two at
   least once: every pair of page formats, with decoding, prefill and a mix, head sizes, page sizes, options.
-- gated: decoding in the shape that schedules are compared in; what the compiler makes of it must not get worse.
+- gated: decoding in the shape that schedules are compared in; what the compiler makes of it must not get worse. So are
+  two writes and three copies.
 - wider: one thing each that is beyond the above, and may be refused.
 """
 
@@ -248,10 +249,11 @@ def cases_for(target: str) -> list[Case]:
     """The list for one target."""
     name, there = MUST[targets.platform(target)]
     must = target in there
+    kept: dict[Spec, Literal["compile"]] = dict.fromkeys((*writes()[::8], *copies()[::4]), "compile")
     found = []
     for op, specs in (("paged_attention", covered()), ("kv_write", writes()), ("page_copy", copies())):
         if must:
-            found += [Case(op, name, target, spec, must=True) for spec in specs]
+            found += [Case(op, name, target, spec, True, spec in kept, kept.get(spec, "nothing")) for spec in specs]
     for spec in gated():
         for one in implementations("paged_attention", target):
             native = must and one == name

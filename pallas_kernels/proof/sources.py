@@ -9,6 +9,9 @@ import pathlib
 
 PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 
+DATA = {"paged_attention/tpu_tuned.py": "tuning/*.json"}
+"""Files that a module reads when it is used, by the module's: what it decides depends on them too."""
+
 
 @functools.cache
 def imported(path: pathlib.Path) -> tuple[pathlib.Path, ...]:
@@ -39,12 +42,18 @@ def closure(path: pathlib.Path) -> set[pathlib.Path]:
 
 
 @functools.cache
-def fingerprint(op: str, implementation: str) -> str:
-    """SHA-256 of the files that an implementation of an op is made of, with the op's checks but not its siblings."""
+def fingerprint(op: str, implementation: str, data: bool = True) -> str:
+    """SHA-256 of the files that make up an implementation of an op, with the op's checks.
+
+    Args:
+        data: with the files that are read when the implementation is used.
+    """
     folder = PACKAGE / op
     module = folder / f"{implementation}.py"
     files = closure(folder / "arguments.py") if (folder / "arguments.py").is_file() else set()
     files |= {folder / "api.py", *(closure(module) if module.is_file() else ())}
+    for reader, pattern in DATA.items():
+        files |= set(PACKAGE.glob(pattern)) if data and PACKAGE / reader in files else set()
     digest = hashlib.sha256()
     for path in sorted(files):
         digest.update(f"{path.relative_to(PACKAGE).as_posix()}\0".encode() + path.read_bytes() + b"\0")

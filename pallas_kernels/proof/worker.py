@@ -87,12 +87,15 @@ def read_dumps(case: Case, dumps: pathlib.Path) -> dict[str, dict[str, float]]:
 
 def figures(found: schedule.Schedule) -> dict[str, float]:
     """What is kept of a TPU kernel's schedule."""
+    memory = {"vmem_bytes": found.vmem_bytes, "smem_bytes": found.smem_bytes}
+    if not any(loop.number and loop.slots["matrix"] for loop in found.loops):  # it only moves: all of it counts
+        spilled = {f"{name}s": sum(loop.slots[name] for loop in found.loops) for name in ("fill", "spill")}
+        return {"bundles": found.bundles} | spilled | memory
     try:
         cost = {"bundles_per_token": round(found.bundles_per_token, 4)}
     except ValueError:  # a loop inside the one over blocks, whose trips are not known
         cost = {"bundles": found.body.bundles}
-    spilled = {"fills": found.fills, "spills": found.spills}
-    return cost | spilled | {"vmem_bytes": found.vmem_bytes, "smem_bytes": found.smem_bytes}
+    return cost | {"fills": found.fills, "spills": found.spills} | memory
 
 
 def first_line(words: str) -> str:
