@@ -28,7 +28,7 @@ TABLE_BYTES = 512 << 10  # of block tables in SMEM at a time
 
 def refuses(call: Call) -> str | None:
     """Why this implementation cannot do the call, or None."""
-    size, page_size = call.q.shape[2], call.page_size
+    size, page_size, chip = call.q.shape[2], call.page_size, tpu_chip.current()
     if call.tree_mask is not None:
         return "it has no tree masks"
     if call.v_pages is None or call.v_width != size:
@@ -38,6 +38,8 @@ def refuses(call: Call) -> str | None:
     for name, pages in (("k_pages", call.k_pages), ("v_pages", call.v_pages)):
         if pages.dtype.name not in PAGE_DTYPES:
             return f"{name} must be one of {', '.join(PAGE_DTYPES)}; got {pages.dtype.name}"
+        if chip.generation < 5 and pages.dtype.name.startswith("float8"):
+            return f"a {chip.name} has no {pages.dtype.name}; got it in {name}"
         fold = max(1, LANES // size)
         if page_size < fold * 4 // pages.dtype.itemsize:
             return f"a page of {page_size} slots of {size} {pages.dtype.name} does not fill rows of {LANES} lanes"
@@ -51,7 +53,7 @@ def refuses(call: Call) -> str | None:
         return f"a row of block_tables must fit in {TABLE_BYTES >> 10} KiB; got {call.block_tables.shape[1]} entries"
     try:
         for several in (False, True):
-            tpu_blocks.arrange(call, tpu_blocks.default(call, several), tpu_chip.current())
+            tpu_blocks.arrange(call, tpu_blocks.default(call, several), chip)
     except ValueError as error:
         return str(error)
     return None

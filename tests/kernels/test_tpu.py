@@ -220,6 +220,15 @@ def test_what_it_refuses_it_explains(change, reason):
     assert reason in tpu.refuses(make_call(**change))
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_a_v4_has_no_small_floats(dtype):
+    with mesh("TPU v4", "tpu"):
+        assert tpu.refuses(make_call(dtype=dtype)) == f"a v4 has no {dtype}; got it in k_pages"
+        assert tpu.refuses(make_call(dtype="int8")) is None
+    with mesh("TPU v5 lite", "tpu"):
+        assert tpu.refuses(make_call(dtype=dtype)) is None
+
+
 def test_blocks_shrink_until_they_fit():
     call = make_call(shape=(32, 64, 16, 128), q=jax.ShapeDtypeStruct((4, 64, 128), jnp.bfloat16))
     wanted = tpu_blocks.default(call, several=False)
