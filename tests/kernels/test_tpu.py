@@ -220,6 +220,17 @@ def test_what_it_refuses_it_explains(change, reason):
     assert reason in tpu.refuses(make_call(**change))
 
 
+@pytest.mark.parametrize(("kind", "fmt"), [("TPU v5 lite", BFLOAT16), ("TPU7x", ("float8_e4m3fn", "tensor"))])
+def test_tuned_blocks_attend_rows_that_are_longer(kind, fmt):
+    """The committed sizes, in the shape that they were found for: rows of more than a block, shorter ones, a chunk."""
+    rows = ((1, 1500), (1, 40), (70, 1100))
+    shape = {"heads": 32, "kv_heads": 8, "size": 128, "page_size": 128, "query_dtype": "bfloat16"}
+    built = build(Case(rows, **shape, k_format=fmt, v_format=fmt))
+    with mesh(kind, "tpu"), tpu_interpreter():
+        out = jax.jit(lambda *a: paged_attention(*a, **built.options, implementation="tpu"))(*built.arguments)
+    np.testing.assert_allclose(np.asarray(out, np.float64)[:72], built.out[:72], atol=0.01)
+
+
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 def test_a_v4_has_no_small_floats(dtype):
     with mesh("TPU v4", "tpu"):
