@@ -45,11 +45,11 @@ PAGES = (128, 16)
 ROWS, LENGTH, HEADS, KV_HEADS, SIZE = 64, 2048, 32, 8, 128
 
 _WHEEL = flags.DEFINE_string("wheel", None, "the folder of the unpacked wheel, which holds tpu_inference/")
-_TARGETS = flags.DEFINE_multi_enum("target", list(GENERATIONS), list(GENERATIONS), "chips; may be given several times")
+_TARGETS = flags.DEFINE_multi_enum("chip", list(GENERATIONS), list(GENERATIONS), "chips; may be given several times")
 _BLOCK = flags.DEFINE_integer("block", 2048, "tokens of a block of theirs", lower_bound=128, upper_bound=LENGTH)
 _OUT = flags.DEFINE_string("out", str(COMMITTED), "the file that is written; the committed one shows in README.md too")
 _TABLE = flags.DEFINE_bool("table", False, "print the table of --out, measure nothing")
-_ONE = flags.DEFINE_enum("one", None, ["ours", "theirs"], "measure one kernel for one --target, and print JSON lines")
+_ONE = flags.DEFINE_enum("one", None, ["ours", "theirs"], "measure one kernel for one --chip, and print JSON lines")
 
 Call = tuple[Any, list[Any]]
 """A function, and the shapes of its arguments."""
@@ -165,7 +165,7 @@ def main(argv: list[str]) -> None:
     for target in _TARGETS.value:
         found = {}
         for whose in ("theirs", "ours"):  # a process each: the compiler keeps state
-            command = [sys.executable, "-m", "scripts.compare_rpa", f"--one={whose}", f"--target={target}"]
+            command = [sys.executable, "-m", "scripts.compare_rpa", f"--one={whose}", f"--chip={target}"]
             command += [f"--wheel={_WHEEL.value}", f"--block={_BLOCK.value}"]
             print(f"{whose} for {target}", file=sys.stderr, flush=True)
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT)

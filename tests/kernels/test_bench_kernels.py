@@ -29,7 +29,8 @@ def test_a_run_and_its_tables(tmp_path):
     rows = {row["implementation"]: row for row in found["calls"]}
     assert set(rows) == {"xla", "reference"}
     assert set(found["left_out"]["small_decode_1"]) == {"jax's own", "torch sdpa"}
-    assert rows["xla"]["microseconds"] == min(row["microseconds"] for row in rows.values())  # fastest first
+    times = [row["microseconds"] for row in found["calls"]]
+    assert times == sorted(times)  # fastest first
     for row in rows.values():
         assert 0 < row["fastest"] <= row["microseconds"] and 0 < row["share_of_copy"]
         assert row["read_bytes"] == ARG_SPECS["small_decode_1"].read_bytes == 500 * 4 * 64 * 4 * 2
