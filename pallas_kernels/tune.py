@@ -33,9 +33,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from pallas_kernels import schedule
 from pallas_kernels.paged_attention import tpu, tpu_blocks, tpu_chip, tpu_tuned
@@ -44,7 +42,7 @@ from pallas_kernels.paged_attention.arguments import Call
 from pallas_kernels.paged_attention.tpu_blocks import Blocks
 from pallas_kernels.paged_attention.tpu_chip import Chip
 from pallas_kernels.pages import PageFormat
-from pallas_kernels.proof import sources, targets
+from pallas_kernels.proof import runner, sources, targets
 
 DEVICES = {"v4": "TPU v4", "v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite", "7x": "TPU7x"}
 """Targets, and what JAX calls the devices."""
@@ -110,8 +108,7 @@ def chip_of(target: str) -> Chip:
 
 def abstract_mesh(target: str) -> contextlib.AbstractContextManager:
     """What makes traced code be for this target."""
-    device = AbstractDevice(device_kind=DEVICES[target], num_cores=1, platform="tpu")
-    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device))
+    return targets.abstract_mesh(DEVICES[target], "tpu")
 
 
 # --- one candidate ---------------------------------------------------------------------------------------------------
@@ -241,7 +238,7 @@ class Trials:
             known = json.loads(path.read_text())
         else:
             known = self.compile(spec, blocks, path.with_suffix(".begun"))
-            path.write_text(json.dumps(known))
+            runner.keep(path, known)
         return known["why"] if "why" in known else Trial(blocks, **known)
 
     def compile(self, spec: ArgSpec, blocks: Blocks, begun: pathlib.Path) -> dict[str, Any]:

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
-from experiments.live.attention import measure_figure
+from experiments.live.attention import measure_figure, names_here
 from pallas_kernels import implementations, platforms
 from pallas_kernels.paged_attention import bench
 from pallas_kernels.paged_attention.api import IMPLEMENTATIONS
@@ -73,9 +73,9 @@ def is_small() -> bool:
 
 def chosen_names() -> list[str]:
     """Implementations to time."""
-    here = implementations.here(IMPLEMENTATIONS)
     if _NAMES.value is None:
-        return [name for name in here if name != "reference"]
+        return names_here()
+    here = implementations.here(IMPLEMENTATIONS)
     unknown = [name for name in _NAMES.value if name not in here]
     if unknown or not _NAMES.value:
         raise ValueError(f"--implementations={','.join(_NAMES.value)} must be some of {', '.join(here)} on this device")

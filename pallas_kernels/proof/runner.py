@@ -52,11 +52,15 @@ class Results:
         return json.loads(path.read_text()) if path.is_file() else None
 
     def put(self, case: Case, lower_only: bool, result: Result) -> None:
-        """Keeps a result, whole or not at all."""
-        path = self.path(case, lower_only)
-        partial = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
-        partial.write_text(json.dumps(result))
-        partial.replace(path)
+        """Keeps a result."""
+        keep(self.path(case, lower_only), result)
+
+
+def keep(path: pathlib.Path, result: Mapping[str, Any]) -> None:
+    """Writes a result, whole or not at all."""
+    partial = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
+    partial.write_text(json.dumps(result))
+    partial.replace(path)
 
 
 def run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
@@ -9,7 +10,7 @@ import importlib.metadata
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import Mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from pallas_kernels import schedule
 
@@ -110,3 +111,9 @@ def mesh(target: str) -> Mesh:
     jax.devices("cpu")  # finds the plugins
     topology = topologies.get_topology_desc(platform="cuda", target_config=GPUS[target].config(), topology="1x1x1")
     return Mesh(np.array(topology.devices[:1]), ("x",))
+
+
+def abstract_mesh(kind: str, platform: str) -> contextlib.AbstractContextManager:
+    """What makes traced code be for a device of this kind; nothing can be compiled in it, and no compiler is loaded."""
+    device = AbstractDevice(device_kind=kind, num_cores=1, platform=platform)
+    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device))

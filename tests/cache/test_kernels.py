@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels.proof import targets
+from pallas_kernels.proof.targets import abstract_mesh
 from paxkv.cache.pages import copy_pages, init, swap_out, write
 from tests.cache.pools import OUTSIDE, assert_in_place, bits, layout_of, static_scales
-from tests.kernels.devices import mesh, tpu_interpreter
+from tests.kernels.devices import tpu_interpreter
 
 SIZES = {"num_pages": 4, "page_size": 32, "head_size": 128}
 SLOTS = np.array([0, 33, *OUTSIDE, 127, 128, 64], np.int32)
@@ -38,7 +39,7 @@ def test_a_tpu_writes_the_same_bits(name):
         return bits(jax.jit(copy_pages)(pages, np.array([0, 1]), np.array([2, -1])))
 
     plain = run()
-    with mesh("TPU v6 lite", "tpu"), tpu_interpreter():
+    with abstract_mesh("TPU v6 lite", "tpu"), tpu_interpreter():
         assert "name=kv_write" in traced(name)
         found = run()
     for got, want in zip(found, plain, strict=True):

@@ -9,16 +9,9 @@ from collections.abc import Iterator
 import jax
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 OLD = jax.__version_info__ < (0, 11, 2)
 new_jax = pytest.mark.skipif(OLD, reason="the kernels need jax 0.11.2")  # those in Mosaic GPU
-
-
-def mesh(kind: str, platform: str) -> contextlib.AbstractContextManager:
-    """What makes traced code be for a device of this kind."""
-    device = AbstractDevice(device_kind=kind, num_cores=1, platform=platform)
-    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device))
 
 
 @contextlib.contextmanager

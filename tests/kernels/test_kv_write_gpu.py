@@ -12,7 +12,8 @@ import pytest
 from pallas_kernels.kv_write import mosaic_gpu
 from pallas_kernels.kv_write.api import kv_write
 from pallas_kernels.pages import PageFormat
-from tests.kernels.devices import OLD, gpu_interpreter, mesh, new_jax
+from pallas_kernels.proof.targets import abstract_mesh
+from tests.kernels.devices import OLD, gpu_interpreter, new_jax
 from tests.kernels.kv_write_suite import FORMATS, Case, KvWriteSuite
 
 NATIVE = [kind for kind in FORMATS if kind[0] in mosaic_gpu.PAGE_DTYPES]
@@ -81,5 +82,5 @@ def test_it_is_chosen_where_it_was_built_for(chip, kernels):
     def call(pages, scale, rows, slots):
         return kv_write(pages, pages, rows, rows, slots, k_format=fmt, k_scale=scale, v_scale=scale)
 
-    with mesh(chip, "gpu") if chip else contextlib.nullcontext():
+    with abstract_mesh(chip, "gpu") if chip else contextlib.nullcontext():
         assert str(jax.jit(call).trace(pages, scale, rows, slots).jaxpr).count("name=kv_write_") == kernels

@@ -12,7 +12,8 @@ import pytest
 from pallas_kernels.kv_write import tpu
 from pallas_kernels.kv_write.api import kv_write
 from pallas_kernels.pages import PageFormat
-from tests.kernels.devices import mesh, tpu_interpreter
+from pallas_kernels.proof.targets import abstract_mesh
+from tests.kernels.devices import tpu_interpreter
 from tests.kernels.kv_write_suite import FORMATS, NONE, Case, KvWriteSuite
 
 BFLOAT16 = ("bfloat16", NONE)
@@ -98,7 +99,7 @@ def kernels_in(kind: tuple[str, str], implementation: str | None = None, **shape
 @pytest.mark.parametrize("kind", [kind for kind in NATIVE if kind[0] in ("bfloat16", "float8_e4m3fn", "int8")], ids=str)
 @pytest.mark.parametrize("chip", ["TPU v5 lite", "TPU v6 lite", "TPU7x"])
 def test_what_it_must_do_it_is_chosen_for(size, page_size, kind, chip):
-    with mesh(chip, "tpu"):
+    with abstract_mesh(chip, "tpu"):
         assert kernels_in(kind, shape=(64, 8, page_size, size)) == 1
 
 
@@ -120,7 +121,7 @@ def test_it_is_chosen_on_tpus_alone():
 def test_what_it_refuses_it_explains(kind, shapes, reason):
     with pytest.raises(ValueError, match=f"tpu cannot do this call: .*{reason}"):
         kernels_in(kind, "tpu", **shapes)
-    with mesh("TPU v6 lite", "tpu"):
+    with abstract_mesh("TPU v6 lite", "tpu"):
         assert kernels_in(kind, **shapes) == 0
 
 

@@ -17,8 +17,9 @@ import pytest
 
 from pallas_kernels.paged_attention import mosaic_gpu
 from pallas_kernels.paged_attention.api import paged_attention
+from pallas_kernels.proof.targets import abstract_mesh
 from tests.kernels.cases import FILLERS, MIXED, OPTIONS, Built, Case, build, sinks, slopes
-from tests.kernels.devices import OLD, gpu_interpreter, mesh, new_jax
+from tests.kernels.devices import OLD, gpu_interpreter, new_jax
 from tests.kernels.suite import Arrays, AttentionSuite, WhereTaken, assert_same_bits, replaced
 
 BFLOAT16 = ("bfloat16", "none")
@@ -172,7 +173,7 @@ def call_of(**change):
 @pytest.mark.parametrize("query", ["bfloat16", "float16"])
 def test_what_it_must_do_is_not_refused(size, page_size, dtype, query):
     q = jax.ShapeDtypeStruct((4, 32, size), jnp.dtype(query))
-    with mesh("NVIDIA H200", "gpu"):
+    with abstract_mesh("NVIDIA H200", "gpu"):
         assert mosaic_gpu.refuses(call_of(shape=(64, 8, page_size, size), dtype=dtype, q=q)) is None
 
 
@@ -207,7 +208,7 @@ CHIPS = [("NVIDIA H200", None), ("NVIDIA GH200 480GB", None), ("NVIDIA GB200", N
     ("kind", "refused"), [*CHIPS, ("NVIDIA GeForce RTX 5090", "RTX"), ("AMD Instinct MI300X", "AMD")]
 )
 def test_which_gpus_it_takes(kind, refused):
-    with mesh(kind, "gpu"):
+    with abstract_mesh(kind, "gpu"):
         reason = mosaic_gpu.refuses(call_of())
     assert reason is None if refused is None else refused in reason
 
@@ -218,7 +219,7 @@ def test_it_is_chosen_on_gpus_alone(kind, kernels):
     rows = ((1, 9), (1, 600))  # long enough for the second kernel, which joins the parts of a row
     case = Case(rows, size=128, page_size=16, k_format=BFLOAT16, v_format=BFLOAT16, query_dtype="bfloat16")
     built = build(case)
-    with mesh(kind, "gpu") if kind else contextlib.nullcontext():
+    with abstract_mesh(kind, "gpu") if kind else contextlib.nullcontext():
         traced = jax.jit(lambda *x: paged_attention(*x, max_query_len=1)).trace(*built.arguments)
     assert len(set(re.findall(r"paged_attention_\w+", str(traced.jaxpr)))) == kernels
 
@@ -230,7 +231,7 @@ def test_it_lowers_for_absent_gpus(kind):
     scale = jax.ShapeDtypeStruct((64, 8, 16), jnp.float32)
     call = call_of(shape=(64, 8, 16, 128), dtype="int8", k_scale=scale, v_scale=scale, columns=64)
     arrays = {name: x for name, x in vars(call).items() if isinstance(x, jax.ShapeDtypeStruct)}
-    with mesh(kind, "gpu"):
+    with abstract_mesh(kind, "gpu"):
         traced = jax.jit(lambda arrays: mosaic_gpu.attend(dataclasses.replace(call, **arrays))).trace(arrays)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert len(re.findall(r"custom_call @mosaic_gpu", text)) == 3

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.page_copy.api import copy_pages, take_pages
-from tests.kernels.devices import mesh, tpu_interpreter
+from pallas_kernels.proof.targets import abstract_mesh
+from tests.kernels.devices import tpu_interpreter
 from tests.kernels.page_copy_suite import DTYPES, PageCopySuite
 
 
@@ -57,6 +58,6 @@ def test_what_it_refuses_it_explains(pool, reason):
 def test_it_is_chosen_on_tpus_alone(chip, kernels):
     pool = [jax.ShapeDtypeStruct((2, 8, 4, 16, 128), jnp.int8), jax.ShapeDtypeStruct((2, 8, 4, 16), jnp.float32)]
     ids = jax.ShapeDtypeStruct((4,), jnp.int32)
-    with mesh(chip, "tpu") if chip else contextlib.nullcontext():
+    with abstract_mesh(chip, "tpu") if chip else contextlib.nullcontext():
         for function, arguments in ((copy_pages, (pool, ids, ids)), (take_pages, (pool, ids))):
             assert str(jax.jit(function).trace(*arguments).jaxpr).count("pallas_call[") == kernels

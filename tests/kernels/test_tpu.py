@@ -18,8 +18,9 @@ from pallas_kernels.paged_attention import tpu, tpu_blocks, tpu_chip
 from pallas_kernels.paged_attention.api import paged_attention
 from pallas_kernels.paged_attention.arguments import Call
 from pallas_kernels.paged_attention.tpu_blocks import Blocks
+from pallas_kernels.proof.targets import abstract_mesh
 from tests.kernels.cases import FILLERS, MIXED, OPTIONS, Built, Case, build, sinks, slopes
-from tests.kernels.devices import mesh, tpu_interpreter
+from tests.kernels.devices import tpu_interpreter
 from tests.kernels.suite import Arrays, AttentionSuite, WhereTaken, assert_same_bits, replaced
 
 BFLOAT16 = ("bfloat16", "none")
@@ -99,7 +100,7 @@ class TestTpu(TpuSuite):
             query_dtype="bfloat16",
             options={"window": 33, "sinks": sinks(8)},
         )
-        with mesh(kind, "tpu"):
+        with abstract_mesh(kind, "tpu"):
             self.check(case)
 
     def test_what_no_row_owns_changes_no_bit(self):
@@ -199,7 +200,7 @@ def make_call(rows: int = 4, columns: int = 8, **change) -> Call:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "int8"])
 @pytest.mark.parametrize("kind", ["TPU v5 lite", "TPU v6 lite", "TPU7x"])
 def test_what_it_must_do_is_not_refused(size, page_size, dtype, kind):
-    with mesh(kind, "tpu"):
+    with abstract_mesh(kind, "tpu"):
         assert tpu.refuses(make_call(shape=(64, 8, page_size, size), dtype=dtype)) is None
 
 
@@ -226,17 +227,17 @@ def test_tuned_blocks_attend_rows_that_are_longer(kind, fmt):
     rows = ((1, 1500), (1, 40), (70, 1100))
     shape = {"heads": 32, "kv_heads": 8, "size": 128, "page_size": 128, "query_dtype": "bfloat16"}
     built = build(Case(rows, **shape, k_format=fmt, v_format=fmt))
-    with mesh(kind, "tpu"), tpu_interpreter():
+    with abstract_mesh(kind, "tpu"), tpu_interpreter():
         out = jax.jit(lambda *a: paged_attention(*a, **built.options, implementation="tpu"))(*built.arguments)
     np.testing.assert_allclose(np.asarray(out, np.float64)[:72], built.out[:72], atol=0.01)
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 def test_a_v4_has_no_small_floats(dtype):
-    with mesh("TPU v4", "tpu"):
+    with abstract_mesh("TPU v4", "tpu"):
         assert tpu.refuses(make_call(dtype=dtype)) == f"a v4 has no {dtype}; got it in k_pages"
         assert tpu.refuses(make_call(dtype="int8")) is None
-    with mesh("TPU v5 lite", "tpu"):
+    with abstract_mesh("TPU v5 lite", "tpu"):
         assert tpu.refuses(make_call(dtype=dtype)) is None
 
 
@@ -260,6 +261,6 @@ def test_bad_block_sizes_are_named(sizes):
 @pytest.mark.parametrize(("kind", "kernels"), [(None, 0), ("TPU v5 lite", 1), ("TPU7x", 1)])
 def test_it_is_chosen_on_tpus_alone(kind, kernels):
     built = build(Case(((1, 9), (1, 20)), size=128, page_size=16, options={"max_query_len": 1}))
-    with mesh(kind, "tpu") if kind else contextlib.nullcontext():
+    with abstract_mesh(kind, "tpu") if kind else contextlib.nullcontext():
         traced = jax.jit(lambda *x: paged_attention(*x, max_query_len=1)).trace(*built.arguments)
     assert str(traced.jaxpr).count("pallas_call[") == kernels

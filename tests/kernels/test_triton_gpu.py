@@ -17,8 +17,8 @@ from pallas_kernels import pages
 from pallas_kernels.paged_attention import triton_gpu, triton_words
 from pallas_kernels.paged_attention.api import paged_attention
 from pallas_kernels.paged_attention.arguments import Call
+from pallas_kernels.proof.targets import abstract_mesh
 from tests.kernels.cases import DECODE, FORMATS, MIXED, Built, Case, build, select, sinks
-from tests.kernels.devices import mesh
 from tests.kernels.suite import TOLERANCE, Arrays, AttentionSuite, assert_same_bits, compiled, replaced
 
 BFLOAT16 = ("bfloat16", "none")
@@ -190,7 +190,7 @@ def test_every_code_is_decoded_exactly(kind, unit, paired):
 def test_it_is_chosen_where_it_is_the_first_that_can(kind):
     """A tree mask, which Mosaic GPU does not take."""
     built = build(Case(((4, 20), (1, 9)), tree=True))
-    with mesh(f"NVIDIA {kind}", "gpu"):
+    with abstract_mesh(f"NVIDIA {kind}", "gpu"):
         traced = jax.jit(functools.partial(paged_attention, **built.options)).trace(*built.arguments)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "xla.gpu.triton" in text and "paged_attend_m" in text

@@ -18,7 +18,7 @@ from pallas_kernels.paged_attention.arg_specs import ArgSpec
 from pallas_kernels.paged_attention.tpu_blocks import Blocks
 from pallas_kernels.paged_attention.tpu_tuned import Kind
 from pallas_kernels.proof import targets
-from tests.kernels.devices import mesh
+from pallas_kernels.proof.targets import abstract_mesh
 
 KIND = Kind(several=False, k="bfloat16", v="bfloat16", page_size=16, size=128, heads=32, kv_heads=8)
 SIZES = {"queries": 1, "tokens": 1024, "depth": 4, "parts": 8}
@@ -93,7 +93,7 @@ def test_parts_of_a_block(height, columns, pages, wanted, parts):
 def test_a_block_has_no_more_groups_of_pages_than_a_word_has_bits():
     spec = ArgSpec("small", ((1, 4096),), size=128, page_size=2, heads=8, kv_heads=8)
     call = tune.make_call(spec, spec.shapes())
-    with mesh("TPU v6 lite", "tpu"):
+    with abstract_mesh("TPU v6 lite", "tpu"):
         layout = tpu_blocks.arrange(call, Blocks(1, 2048, 3), tune.tpu_chip.current())
     assert layout.pages // layout.joined <= 32
 
